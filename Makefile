@@ -2,8 +2,9 @@
 #   make demo      one MoE layer and four layers of a model, ours and stock, on the best device available
 #   make test      the fast tests, on the CPU and on mps (a Mac's own, else the simulated one)
 #   make test-sim  the simulated Metal's own tests;  make test-tools  tests of the benchmarks, the fuzzer and other tools
-#   make test-slow slow tests: broken kernels, emulated AMX, wheels, every alternative of tuning, 100 runs. It runs the
-#                  sets whose subject has changed since they last passed; SETS="wheels tuning" chooses some, SETS=--all all
+#   make test-slow slow tests: broken kernels, emulated AMX, wheels, every alternative of tuning, the oldest transformers.
+#                  It runs the sets whose subject has changed since they last passed; SETS="wheels tuning" chooses some,
+#                  SETS=--all all
 #   make test-oldest  the tests that depend on transformers, with the oldest supported; TRANSFORMERS=5.25.0 chooses another
 #   make test-arm  the CPU's readers of packed weights on an emulated ARM processor
 #   make test-all  all of these, changed or not, and the full grid of cases: hours
@@ -22,7 +23,7 @@
 #   make wheel     a wheel for the torch that TORCH=2.15 chooses, tested in a fresh environment; the result is in dist/
 #   make shaders   Apple's own compilers on every shader, on a Mac with Xcode: make shaders ARGS="--only linear"
 #   make lint      style and format checks, also of the workflows;  make format fixes them
-#   make ci        everything that CI runs on Linux: lint, all tests but the full grid, cross
+#   make ci        everything that CI runs on Linux, with the seconds of each phase: at most 30 minutes on two cores
 #   make clean     remove build output;  make distclean also removes .venv
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -96,7 +97,8 @@ test-sim: $(BUILT) $(BIN)/.ready-to-test
 test-tools: $(BUILT) $(BIN)/.ready-to-test
 	$(PYTEST) -m "not slow" $(TOOL_TESTS)
 
-test-slow: build/installed-all $(BIN)/.ready-to-test
+# tools/slow_sets.py builds all instruction sets if a set that it runs needs them.
+test-slow: $(BUILT) $(BIN)/.ready-to-test
 	$(TEST_PYTHON) tools/slow_sets.py $(SETS) -- $(PROCESSES)
 
 test-oldest: $(BUILT) $(BIN)/.ready-to-test
@@ -107,6 +109,7 @@ test-arm: $(BUILT) $(BIN)/.ready-to-test
 
 test-all: build/installed-all $(BIN)/.ready-to-test
 	$(PYTEST)
+	$(MAKE) --no-print-directory test-oldest MOE_METAL_CPU=all
 
 fuzz: build/installed-all $(BIN)/.ready-to-test
 	@$(BIN)/python tests/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(if $(CASE),--case $(CASE)) $(ARGS)
@@ -167,11 +170,8 @@ lint: $(BIN)/.ready-to-test
 	$(BIN)/shellcheck .ci/run
 	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck $(wildcard .github/workflows/*.yml)
 
-# The one description of CI, which .ci/run and the workflows call. Built once: the slow tests need every instruction set.
-ci: export MOE_METAL_CPU = all
 ci:
-	@for target in lint test test-sim test-tools test-oldest test-slow cross; do \
-		echo "==> make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
+	@bash .ci/run
 
 format: $(BIN)/.ready-to-test
 	$(BIN)/ruff check --fix .

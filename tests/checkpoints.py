@@ -2,13 +2,14 @@
 
 import functools
 import re
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MetalConfig
+from transformers import AutoModelForCausalLM, MetalConfig, Mxfp4Config
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_metal import MetalHfQuantizer
 
@@ -171,3 +172,25 @@ def metal(folder: Path, family: str = "qwen3_moe", **options) -> Path:
 def formats(model) -> dict[str, str]:
     """The names of the packed weights of its modules."""
     return {name: module.format for name, module in model.named_modules() if getattr(module, "packing", None)}
+
+
+PLAIN = {"dtype": torch.float32}
+
+
+def load(folder: Path, device: str = "cpu", **options):
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=device, **PLAIN | options)
+
+
+def dequantised(folder: Path, **options):
+    """The same checkpoint, dequantised by transformers."""
+    return load(folder, quantization_config=Mxfp4Config(dequantize=True), experts_implementation="eager", **options)
+
+
+def broken(folder: Path, to: Path, change) -> Path:
+    """A copy of a checkpoint with the tensors of each file modified by `change`."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    for file in to.glob("*.safetensors"):
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return to

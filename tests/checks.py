@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cases import Args, Case, is_number
+from cases import Args, Case
+from cases.oracle import is_number
 from torch_moe_metal import formats, ggml
 from torch_moe_metal.arguments import ARGUMENTS, format_of, weights
 from torch_moe_metal.reference import tolerance

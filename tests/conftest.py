@@ -4,10 +4,12 @@ one.
 MOE_METAL_DEVICES=cpu (or mps) selects one. Nothing is skipped silently: a simulator that cannot be built fails the run.
 """
 
+import functools
 import math
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +87,53 @@ def mps() -> str:
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+# ------------------------------------------------------------------------------------------------ tiny checkpoints
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A function of checkpoints.py by its name, which writes each checkpoint once."""
+    import checkpoints  # imports transformers, which most tests do not need
+
+    @functools.cache
+    def made(kind: str, *arguments, **options) -> Path:
+        return getattr(checkpoints, kind)(tmp_path_factory.mktemp(kind), *arguments, **options)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(checkpoint) -> Path:
+    return checkpoint("gpt_oss")
+
+
+@pytest.fixture(scope="session")
+def qwen3_fp8(checkpoint) -> Path:
+    return checkpoint("fp8", "qwen3_moe", torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def deepseek_fp8(checkpoint) -> Path:
+    return checkpoint("fp8", "deepseek_v3")
+
+
+@pytest.fixture(scope="session")
+def deepseek_v3_1(checkpoint) -> Path:
+    return checkpoint("fp8", "deepseek_v3", scale_fmt="ue8m0")
+
+
+@pytest.fixture(scope="session")
+def e8m0_fp8(checkpoint) -> Path:
+    return checkpoint("fp8", "qwen3_moe", torch.float8_e8m0fnu, "ue8m0")
+
+
+@pytest.fixture(scope="session")
+def integers(checkpoint):
+    return functools.partial(checkpoint, "integers")
+
+
+@pytest.fixture(scope="session")
+def nvfp4(checkpoint):
+    return functools.partial(checkpoint, "nvfp4")

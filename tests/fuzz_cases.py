@@ -19,7 +19,8 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
-from cases import OPTIONAL, PAIRS, Args, Case
+from cases import OPTIONAL, Args, Case
+from cases.grids import PAIRS
 from checks import Guarded, with_leading
 from torch_moe_metal import formats, max_experts, reference
 from torch_moe_metal.arguments import (

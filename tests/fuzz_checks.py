@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cases import Args, call, clear_choice, expected, is_number
+from cases import Args, call, expected
+from cases.oracle import clear_choice, is_number
 from checks import assert_matches, bits, has_infinite_factor, meets_infinity, same_bits
 from fuzz_cases import Call
 from torch_moe_metal import cpu_isa, ggml, reference

@@ -4,6 +4,7 @@ import pytest
 
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
+from torch_moe_metal.commands import doctor
 
 pytestmark = pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays others")
 
@@ -14,22 +15,27 @@ for op, dtype, tokens, format in {checks}:
 """
 
 
-def checked(*checks: tuple[str, str, int, str]) -> dict[tuple[str, str], str]:
-    """doctor's result for an op in a format."""
-    lines = [line.split(" ", 2) for line in lines_of(CHECKS.format(checks=checks))]
-    return {(op, format): said for op, format, said in lines}
+def lines_about(*checks: tuple[str, str, int, str], more: str = "") -> list[str]:
+    """doctor's result for an op in a format, on a line for each; then what `more` prints. Each process of Python takes
+    seconds to start."""
+    return lines_of(CHECKS.format(checks=checks) + more)
 
 
-def test_flushed_halves_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def results(lines: list[str]) -> dict[tuple[str, str], str]:
+    """By op and format."""
+    return {(op, format): said for op, format, said in (line.split(" ", 2) for line in lines)}
+
+
+def test_flushed_halves_are_detected(monkeypatch: pytest.MonkeyPatch, mps: str) -> None:
     """Codes of packed weights are subnormal halves; a GPU that flushes those to 0 must be detected."""
     monkeypatch.setenv("METAL_SIM_ARITHMETIC", "flush_half")
     formats = ("dense", "affine", "mxfp4", "fp8")
-    said = checked(*(("dequantize", "float32", 5, format) for format in formats))
+    checks = (("dequantize", "float32", 5, format) for format in formats)
+    *lines, line = lines_about(*checks, more='print(doctor.subnormal_halves("mps"))')
+    said = results(lines)
     assert [format for format in formats if "relative error" in said["dequantize", format]] == ["affine", "mxfp4"]
-    (line,) = lines_of('from torch_moe_metal.commands import doctor\nprint(doctor.subnormal_halves("mps"))')
     assert line.startswith("half subnormals are flushed on this GPU") and line.endswith("expected 0.5, got 0.0")
-    monkeypatch.delenv("METAL_SIM_ARITHMETIC")
-    assert lines_of('from torch_moe_metal.commands import doctor\nprint(doctor.subnormal_halves("mps"))') == ["None"]
+    assert doctor.subnormal_halves(mps) is None  # in this process the variable was not set
 
 
 @pytest.mark.slow
@@ -38,5 +44,5 @@ def test_flushed_floats_and_contracted_products_are_right(monkeypatch: pytest.Mo
     monkeypatch.setenv("METAL_SIM_ARITHMETIC", "flush_float,contract")
     packed = [("experts", "bfloat16", T, format) for T in (5, 50) for format in ("affine", "mxfp4", "fp8", "q4_k")]
     dense = [(op, "float32", 5, "dense") for op in ("gate", "experts", "norm_add", "attention", "glu", "rope")]
-    said = checked(*packed, *dense)
+    said = results(lines_about(*packed, *dense))
     assert {*said.values()} == {"None"}, said

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-import cases
-from cases import HALF, OPTIONAL, SAMPLES, Case, expected
+from cases import CASES, HALF, OPTIONAL, SAMPLES, Case, expected, grids, oracle
 from checks import Guarded, assert_matches, bits, strides_of
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import ARGUMENTS
@@ -94,8 +93,8 @@ def test_near_ties_are_detected():
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 2.0], [1.0, 2.0, 2.0 + 1e-6]])
     biases = {"select_bias": torch.tensor([0.5, 0.0, 0.0])}
     options = {"top_k": 2, "scoring": "sigmoid"}
-    assert cases.clear_choice("route", {"logits": logits} | biases, options).tolist() == [True, True, False]
-    assert cases.clear_choice("route", {"logits": logits}, options).all()  # the logits themselves are compared
+    assert oracle.clear_choice("route", {"logits": logits} | biases, options).tolist() == [True, True, False]
+    assert oracle.clear_choice("route", {"logits": logits}, options).all()  # the logits themselves are compared
 
 
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
@@ -120,27 +119,27 @@ def test_every_argument_matters(case: Case):
 def test_the_two_oracles_of_experts_agree(case: Case):
     args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
     args["ids"][1:3] = torch.tensor([-1, 2, 2, 1000, 5, 5, 5, 0])[: args["ids"].shape[1]]
-    assert_matches([cases.experts_one_by_one(**args, **case.options)], [reference.experts(**args, **case.options)])
+    assert_matches([oracle.experts_one_by_one(**args, **case.options)], [reference.experts(**args, **case.options)])
 
 
 def test_the_table_is_complete():
     """Every op, every value of the grids, every named case once."""
     assert {case.op for case in SAMPLES} == set(ARGUMENTS)
-    names = [str(case) for case in cases.CASES]
+    names = [str(case) for case in CASES]
     assert len(set(names)) == len(names)
     for op, letters in {"gate": "TEKH", "route": "TEK", "experts": "TEKHI", "glu": "TI", "weighted_sum": "TKH"}.items():
         for letter in letters:
-            seen = {case.dims[letter] for case in cases.CASES if case.op == op}
-            grid = {"T": cases.T_GRID, "E": cases.E_GRID, "K": cases.K_GRID[:-1]}.get(letter, cases.H_GRID)
+            seen = {case.dims[letter] for case in CASES if case.op == op}
+            grid = {"T": grids.T_GRID, "E": grids.E_GRID, "K": grids.K_GRID[:-1]}.get(letter, grids.H_GRID)
             assert seen >= set(grid), f"{op} {letter}: {sorted(set(grid) - seen)}"
 
 
 def test_pairwise_covers_every_pair():
     factors = {"a": (1, 2, 3, 4), "b": "xyz", "c": (True, False), "d": (0, 5)}
-    rows = cases.pairwise(lambda **_: True, **factors)
+    rows = grids.pairwise(lambda **_: True, **factors)
     for one in factors:
         for other in factors:
             pairs = {(row[one], row[other]) for row in rows}
             assert one == other or len(pairs) == len(factors[one]) * len(factors[other])
     assert len(rows) < 4 * 3 * 2 * 2 // 2
-    assert all(row["a"] + row["d"] < 8 for row in cases.pairwise(lambda a, d, **_: a + d < 8, **factors))
+    assert all(row["a"] + row["d"] < 8 for row in grids.pairwise(lambda a, d, **_: a + d < 8, **factors))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import torch_moe_metal
-from cases import SAMPLES, Case, call, expected, packed_case
+from cases import SAMPLES, Case, call, expected
+from cases.packed import packed_case
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of

@@ -18,7 +18,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import torch_moe_metal
-from cases import BFLOAT, FLOAT, HALF, WIDTHS, call, expected, packed_case, sizes_for, without_signs
+from cases import BFLOAT, FLOAT, HALF, call, expected
+from cases.packed import WIDTHS, packed_case, sizes_for, without_signs
 from checks import assert_matches, same_bits
 from packings import FORMATS, Packing
 from torch_moe_metal import formats, packing, quantize, reference

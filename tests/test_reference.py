@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cases import OPTIONAL, SAMPLES, SUMS, WIDTHS, Case, call
+from cases import OPTIONAL, SAMPLES, Case, call
+from cases.packed import WIDTHS
+from cases.rows import SUMS
 from checks import assert_matches
 from packings import gguf_type
 from torch_moe_metal import reference

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cases import far_apart
+from cases.oracle import far_apart
 from checks import assert_matches
 from torch_moe_metal import reference
 

@@ -3,9 +3,9 @@
     python tools/other_transformers.py 5.23.0                      # installs it into build/, runs the fast tests
     python tools/other_transformers.py 5.23.0 -- --numprocesses 2  # pytest's options follow --
 
-These are the test files that import transformers, themselves or through another file of tests/, tools/ or examples/.
-They run on the CPU, since a kernel does not know which transformers its caller is. The version is installed without
-its dependencies: the pinned transformers has the same.
+These are the test files of the package and of the examples that import transformers, themselves or through another
+file. Tests of our own tools run with the pinned version alone. They run on the CPU, since a kernel does not know which
+transformers its caller is. The version is installed without its dependencies: the pinned transformers has the same.
 """
 
 import argparse
@@ -28,7 +28,8 @@ def dependent_tests(root: Path = ROOT) -> list[str]:
     while dependent != before:
         before = dependent
         dependent = dependent | {file.stem for file in files if imported[file] & dependent}
-    found = [file for file in files if file.stem in dependent and file.stem.startswith("test_")]
+    tools = root / "tests" / "tools"
+    found = [f for f in files if f.stem in dependent and f.stem.startswith("test_") and f.parent != tools]
     return [str(file.relative_to(root)) for file in found]
 
 

@@ -6,11 +6,11 @@
     python tools/slow_sets.py -- --numprocesses 2  # pytest's options follow --
     python tools/slow_sets.py --at COMMIT          # only prints the hash of each set at a commit
 
-tests/slow_sets.toml has a table for each set: its test files, the files that it tests (its subject), and a hash of all
-of them from when it last passed. A set that passes gets its new hash there, and the commit that changed the subject
-includes it. History plays no part, so a fresh clone decides in the same way. A set whose tests were not all run and
-passed gets none; skipped tests count as not run. If CI has run a set, its hash is in CI's last lines, and `--at` prints
-it.
+tests/slow_sets.toml has a table for each set: its test files, or a command that tests; the files that it tests (its
+subject); and a hash of all of them from when it last passed. A set that passes gets its new hash there, and the commit
+that changed the subject includes it. History plays no part, so a fresh clone decides in the same way. A set whose tests
+were not all run and passed gets none; skipped tests count as not run. If CI has run a set, its hash is in CI's last
+lines, and `--at` prints it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -40,9 +40,11 @@ class SlowSetsError(RuntimeError):
 @dataclass(frozen=True)
 class SlowSet:
     name: str
-    tests: list[str]  # files
     subject: list[str]  # git's pathspecs
     passed: str  # the hash when it last passed; "": never
+    tests: list[str] = field(default_factory=list)  # files
+    command: list[str] = field(default_factory=list)  # instead of pytest on files
+    build: list[str] = field(default_factory=list)  # what it needs besides the build of this machine's instruction set
 
     def hash(self, root: Path) -> str:
         """Of the names and bytes of its tests and its subject, as they are in the checkout."""
@@ -69,7 +71,7 @@ def listed(root: Path, patterns: Iterable[str], *options: str) -> list[str]:
 
 def read(root: Path) -> dict[str, SlowSet]:
     tables = tomllib.loads((root / TABLE).read_text())
-    return {name: SlowSet(name, **table) for name, table in tables.items()}
+    return {name: SlowSet(name=name, **table) for name, table in tables.items()}
 
 
 def record(root: Path, name: str, new: str) -> None:
@@ -89,6 +91,12 @@ def print_hashes(root: Path, commit: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ running them
+
+
+def build(root: Path, chosen: list[SlowSet]) -> None:
+    for command in {tuple(each.build) for each in chosen if each.build}:
+        if subprocess.run(command, cwd=root).returncode:
+            raise SlowSetsError(f"this failed; its output is above: {' '.join(command)}")
 
 
 def run(root: Path, chosen: list[SlowSet], options: list[str]) -> int:
@@ -120,27 +128,43 @@ def why_partial() -> str | None:
     return "on a Mac they run without the simulated Metal" if sys.platform == "darwin" else None
 
 
-def why_not_recorded(root: Path, each: SlowSet, found: Counter, status: int) -> str | None:
+def why_failed(found: Counter, status: int) -> str | None:
+    """Why pytest's run is no proof that all tests of a set pass, if it is none."""
     if status not in (0, 1):
         return f"pytest ended with status {status}"
-    if not found["passed"] or found["failed"] or found["skipped"]:
-        return "not all of its tests passed"
-    if untracked := listed(root, [*each.tests, *each.subject], "--others", "--exclude-standard"):
-        return f"git does not track {', '.join(untracked)}"
-    return why_partial()
+    passed = found["passed"] and not found["failed"] and not found["skipped"]
+    return None if passed else "not all of its tests passed"
 
 
-def conclude(root: Path, chosen: list[SlowSet], hashes: dict[str, str], status: int) -> None:
-    """Says how each set ended, and records those that passed. hashes: from before the run."""
+def conclude(root: Path, each: SlowSet, new: str, outcome: str, failure: str | None) -> None:
+    """Says how a set ended, and records it if it passed. new: its hash from before the run."""
+    untracked = listed(root, [*each.tests, *each.subject], "--others", "--exclude-standard")
+    reason = failure or (f"git does not track {', '.join(untracked)}" if untracked else why_partial())
+    if reason is None:
+        record(root, each.name, new)
+    recorded = f"not recorded: {reason}" if reason else f'recorded in {TABLE}, passed = "{new}"'
+    say(f"slow set {each.name}: {outcome}; {recorded}")
+
+
+def run_tests(root: Path, chosen: list[SlowSet], hashes: dict[str, str], options: list[str]) -> int:
+    """The sets that have test files, in one run of pytest. -> its exit status"""
+    if not chosen:
+        return 0
+    status = run(root, chosen, options)
     by_file = outcomes(root)
     for each in chosen:
         found = sum((by_file.get(file, Counter()) for file in each.tests), Counter())
-        reason = why_not_recorded(root, each, found, status)
-        if reason is None:
-            record(root, each.name, hashes[each.name])
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())) or "no result"
-        recorded = f"not recorded: {reason}" if reason else f'recorded in {TABLE}, passed = "{hashes[each.name]}"'
-        say(f"slow set {each.name}: {counts}; {recorded}")
+        conclude(root, each, hashes[each.name], counts, why_failed(found, status))
+    return status
+
+
+def run_command(root: Path, each: SlowSet, new: str) -> int:
+    """A set with a command. -> its exit status"""
+    status = subprocess.run(each.command, cwd=root).returncode
+    outcome = f"{' '.join(each.command)} ended with status {status}"
+    conclude(root, each, new, outcome, "it failed" if status else None)
+    return status
 
 
 def main(argv: list[str], root: Path = ROOT) -> int:
@@ -169,8 +193,11 @@ def main(argv: list[str], root: Path = ROOT) -> int:
     if not chosen:
         return 0
     say(f"slow sets to run: {', '.join(each.name for each in chosen)}")
-    status = run(root, chosen, argv[cut + 1 :])
-    conclude(root, chosen, hashes, status)
+    build(root, chosen)
+    status = run_tests(root, [each for each in chosen if each.tests], hashes, argv[cut + 1 :])
+    for each in chosen:
+        if each.command:
+            status = run_command(root, each, hashes[each.name]) or status
     return status
 
 

@@ -23,9 +23,10 @@ BROKEN = f"""
 import ctypes, sys, time
 sys.path.insert(0, {str(fuzz.HERE)!r})
 import cases, fuzz, fuzz_cases, fuzz_checks
+from torch_moe_metal.arguments import DTYPES
 def call(function, op, args, options):
     found = cases.call(function, op, args, options)
-    kind = cases.DTYPES[found[0].dtype]
+    kind = DTYPES[found[0].dtype]
     return ctypes.string_at(0) if kind == "bf16" else time.sleep(60) if kind == "f16" else [found[0] * 1.001]
 fuzz_checks.call, fuzz_checks.SECONDS = call, 3.0
 fuzz_cases.ARGUMENTS = {{"norm_add": fuzz_cases.ARGUMENTS["norm_add"]}}

@@ -121,6 +121,26 @@ def test_sets_that_run(arguments: list[str], expected: set[str], checkout: Path,
     assert {each.name for each in ran} == expected
 
 
+def test_a_set_with_a_command(checkout: Path, capfd):
+    """It is built for, run and recorded like the others; a build that fails ends the run."""
+    command = [sys.executable, "-c", "import pathlib; assert pathlib.Path('built').exists()"]
+    built = [sys.executable, "-c", "import pathlib; pathlib.Path('built').touch()"]
+    table = f'\n[command]\ncommand = {command}\nbuild = {built}\nsubject = ["right"]\npassed = ""\n'
+    (checkout / TABLE).write_text(SETS + table)
+    assert slow_sets.main(["command"], checkout) == 0
+    assert passed(checkout)["command"] == hashes(checkout)["command"]
+    assert "ended with status 0; recorded in" in capfd.readouterr().out
+
+    (checkout / TABLE).write_text(SETS + table.replace("'built').exists", "'absent').exists"))
+    assert slow_sets.main(["command", "right"], checkout) == 1
+    assert passed(checkout)["command"] == "" and passed(checkout)["right"] == hashes(checkout)["right"]
+    assert "ended with status 1; not recorded: it failed" in capfd.readouterr().out
+
+    (checkout / TABLE).write_text(SETS + table.replace("touch()", "rmdir()"))
+    with pytest.raises(slow_sets.SlowSetsError, match="this failed"):
+        slow_sets.main(["command"], checkout)
+
+
 def test_hashes_at_a_commit(checkout: Path, capfd):
     before = hashes(checkout)
     git(checkout, "-c", "user.name=me", "-c", "user.email=me@here", "commit", "--quiet", "-m", "before")

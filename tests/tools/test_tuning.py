@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import each_op
 import test_experts_grouped
 import test_ops
 from cases import BFLOAT, CASES, FLOAT, Args, Case
@@ -109,7 +110,7 @@ def dispatched(case: Case, args: Args, settings: dict) -> list[tuple]:
 
     gpu_settings.use(settings)
     with metal_sim.record() as record, metal_sim.host_only():
-        test_ops.run(case, args)
+        each_op.run(case, args)
     inline = [[a["bytes"] for a in d.arguments if a["bytes"]] for d in record.dispatches]
     return [(d.kernel, d.grid, d.threads, bytes) for d, bytes in zip(record.dispatches, inline, strict=True)]
 
