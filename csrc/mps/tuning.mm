@@ -35,7 +35,6 @@ constexpr Setting kSettings[] = {
     {"tile32_min_rows", &Tuning::tile32_min_rows, 1, kLargest},
     {"tile64_min_rows", &Tuning::tile64_min_rows, 1, kLargest},
     {"tiles_per_band", &Tuning::tiles_per_band, 1, 64},
-    {"matrix_units", &Tuning::matrix_units, 0, kLargest},
     {"tensor_ops", &Tuning::tensor_ops, 0, kLargest},
     {"gate_min_tiles", &Tuning::gate_min_tiles, 0, kLargest},
     {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Setting::whole_simdgroups},

@@ -8,7 +8,7 @@ namespace {
 Kernels kernels("weighted_sum", kBlockThreads);
 
 void run(const WeightedSum& call) {
-  launch(kernels[call.slots.scalar_type()], grid_of_blocks(call.T, call.H), call.slots, call.weights, call.shared,
+  launch(kernels[call.slots.scalar_type()], grid_of_elements(call.T, call.H), call.slots, call.weights, call.shared,
          call.shared_gate, call.residual, call.output, weighted_sum_params(call));
 }
 

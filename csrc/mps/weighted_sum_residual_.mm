@@ -8,7 +8,7 @@ namespace {
 Kernels kernels("weighted_sum_residual_", kBlockThreads);
 
 void run(const WeightedSum& call) {
-  launch(kernels[call.slots.scalar_type()], grid_of_blocks(call.T, call.H), call.slots, call.weights, call.residual,
+  launch(kernels[call.slots.scalar_type()], grid_of_elements(call.T, call.H), call.slots, call.weights, call.residual,
          weighted_sum_params(call));
 }
 
