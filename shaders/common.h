@@ -132,17 +132,17 @@ enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
 enum class NumberType : int32_t { float32, float16, bfloat16, e8m0, e4m3 };
 
 // How the work is divided, which determines the grids. tuning.h has the numbers that depend on the GPU.
-MOE_METAL_CONSTANT uint32_t kRowSimdgroups = 8;      // decode, rows: simdgroups of a threadgroup at most
-MOE_METAL_CONSTANT uint32_t kDotRows = 4;            // decode, rows: rows of weights of a lane
-MOE_METAL_CONSTANT uint32_t kPackedLanes = 16;       // decode, packed weights: lanes of a row (dense: all 32)
-MOE_METAL_CONSTANT uint32_t kPackedColumns = 32;     // packed weights: columns of a wide chunk, all of one group
-MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;     // of a narrow chunk: groups of 16, odd lengths, unaligned rows
+MOE_METAL_CONSTANT uint32_t kRowSimdgroups = 8;   // decode, rows: simdgroups of a threadgroup at most
+MOE_METAL_CONSTANT uint32_t kDotRows = 4;         // decode, rows: rows of weights of a lane
+MOE_METAL_CONSTANT uint32_t kPackedLanes = 16;    // decode, packed weights: lanes of a row (dense: all 32)
+MOE_METAL_CONSTANT uint32_t kPackedColumns = 32;  // packed weights: columns of a wide chunk, all of one group
+MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;  // of a narrow chunk: groups of 16, odd lengths, unaligned rows
 MOE_METAL_CONSTANT uint32_t kPackedStep = kPackedLanes * kPackedColumns;
 MOE_METAL_CONSTANT uint32_t kColumnSimdgroups = 16;  // decode, columns: simdgroups of a threadgroup at most
 MOE_METAL_CONSTANT uint32_t kDownColumnRows = 32;    // decode, columns: rows of down of a threadgroup
 MOE_METAL_CONSTANT uint32_t kColumnInner = 32;       // decode, columns: gate rows of a threadgroup
-MOE_METAL_CONSTANT uint32_t kColumnRows = 64;        // rows of gate_up of a threadgroup: these gate rows and their up rows
-MOE_METAL_CONSTANT uint32_t kTileSimdgroups = 4;     // prefill: of a threadgroup
+MOE_METAL_CONSTANT uint32_t kColumnRows = 64;     // rows of gate_up of a threadgroup: these gate rows and their up rows
+MOE_METAL_CONSTANT uint32_t kTileSimdgroups = 4;  // prefill: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kTileThreads = 32 * kTileSimdgroups;
 
 // Prefill: how many fragments of 8 rows of weights a simdgroup has, for tiles of `tile_rows` slots or tokens. The sums
@@ -290,7 +290,7 @@ struct AttentionParams {
   AttentionStrides q, k, v, mask;
   uint64_t sums_offset;  // of the parts' sums in the memory of the parts, in floats
   uint32_t B, A, J, T, S, D, V;
-  uint32_t rows;        // queries of all heads that share a key head: T * A / J
+  uint32_t rows;              // queries of all heads that share a key head: T * A / J
   uint32_t row_threadgroups;  // threadgroups that divide them
   uint32_t row_tiles;         // of kAttentionRows rows, per threadgroup
   uint32_t column_parts;      // simdgroups that divide the columns of a key, and those of a value

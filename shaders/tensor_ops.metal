@@ -168,8 +168,8 @@ template <typename T, typename Weight, uint TileRows>
   }
   const uint first = tile.weight_tile * kProductRows;
   Weight::template multiply<threads>(product, sums, memory, x + ulong(tile.first) * params.columns, tile.count,
-                                    of_expert(weight, scale, offset, tile.expert, params.weight), first, params,
-                                    thread_index);
+                                     of_expert(weight, scale, offset, tile.expert, params.weight), first, params,
+                                     thread_index);
   threadgroup float* results = reinterpret_cast<threadgroup float*>(memory);
   ThreadgroupTensor<float> stored(results, dextents<int32_t, 2>(int(kProductRows), int(TileRows)),
                                   array<int32_t, 2>{1, int(kProductRows)});

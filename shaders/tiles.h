@@ -6,8 +6,8 @@
 // are float anyway, M1 and M2 have no bfloat arithmetic, and simdgroup matrices of float multiply about as fast as
 // those of half on GPUs before M5.
 //
-// A product is weights * tile^T, in fragments of 8 x 8 (matrices.h). The order of summed columns is free if both factors
-// use the same one. Each of the four lanes of a row of weights has a chunk of two times 8 columns:
+// A product is weights * tile^T, in fragments of 8 x 8 (matrices.h). The order of summed columns is free if both
+// factors use the same one. Each of the four lanes of a row of weights has a chunk of two times 8 columns:
 //
 //   A step has 8 fragments: 4 for each half h (0 or 1) of the lanes' chunks. With the reader's `lane` and `second`, the
 //   columns of lane q (0 to 3) in half h begin at c = lane * q + second * h. In fragment i of a half, column 2 * q is
@@ -313,7 +313,8 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memor
     step<true, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, element, thread_index);
   }
   if (column < length) {
-    step<false, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, element, thread_index);
+    step<false, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, element,
+                        thread_index);
   }
   if (Reader::factor == 1) return;
 #pragma unroll

@@ -4,7 +4,8 @@
 
 namespace moe_metal {
 
-// The slots of one token. `aligned` is a template parameter of the loop over K, so there is no branch between its loads.
+// The slots of one token. `aligned` is a template parameter of the loop over K, so there is no branch between its
+// loads.
 template <typename T>
 struct Slots {
   device const T* slots;    // [K, H]

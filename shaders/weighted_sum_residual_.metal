@@ -20,7 +20,8 @@ template <typename T>
   if (group.x >= params.row.count || i >= params.row.length) return;
   const ulong token = group.x;
   device T* row = residual + token * params.row.length;
-  const float4 total = Slots<T>(slots, weights, token, params).sum(i, params.row.aligned) + load4<T>(row, i, params.row);
+  const float4 total =
+      Slots<T>(slots, weights, token, params).sum(i, params.row.aligned) + load4<T>(row, i, params.row);
   store4(row, i, total, params.row);
 }
 

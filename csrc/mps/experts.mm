@@ -35,11 +35,11 @@ ExpertsParams experts_params(const Experts& call) {
 // ---------------------------------------------------------------------------------------------- decode
 
 // Indexed by WeightLayout.
-FormatKernels decode_gate_up[] = {{"experts_decode", "experts_gate_up_rows_wide", 32 * kRowSimdgroups, "rows_wide"},
-                                  {"experts_decode", "experts_gate_up_rows", 32 * kRowSimdgroups, "rows"},
-                                  {"experts_decode", "experts_gate_up_columns_wide", 32 * kColumnSimdgroups,
-                                   "columns_wide"},
-                                  {"experts_decode", "experts_gate_up_columns", 32 * kColumnSimdgroups, "columns"}};
+FormatKernels decode_gate_up[] = {
+    {"experts_decode", "experts_gate_up_rows_wide", 32 * kRowSimdgroups, "rows_wide"},
+    {"experts_decode", "experts_gate_up_rows", 32 * kRowSimdgroups, "rows"},
+    {"experts_decode", "experts_gate_up_columns_wide", 32 * kColumnSimdgroups, "columns_wide"},
+    {"experts_decode", "experts_gate_up_columns", 32 * kColumnSimdgroups, "columns"}};
 FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 * kRowSimdgroups, "rows_wide"},
                                {"experts_decode", "experts_down_rows", 32 * kRowSimdgroups, "rows"},
                                {"experts_decode", "experts_down_columns_wide", 32 * kColumnSimdgroups, "columns_wide"},
@@ -188,8 +188,7 @@ Kernels combine_sorted_kernels("experts_slots", "experts_combine_sorted", kRowTh
 
 bool has_tensor_products(const Experts& call, const ExpertsParams& params) {
   const int size = size_of_tiles(call);
-  return params.wide_x && has_tensor_product(call.x, call.gate_up, size) &&
-         has_tensor_product(call.x, call.down, size);
+  return params.wide_x && has_tensor_product(call.x, call.gate_up, size) && has_tensor_product(call.x, call.down, size);
 }
 
 // Scratch memory: 2 * T * K * (2H + 3I + 4) bytes, and the list of tiles.
@@ -231,8 +230,9 @@ Experts for_tokens(const Experts& call, int64_t first, int64_t count) {
 }
 
 // Decode reads the weights for each slot: it is for few slots per expert, and always for up to 16 slots. Prefill sorts
-// the slots and reads the weights once for each expert: on the matrix units if `tune` has found that faster and they can
-// read these weights, else in tiles. A long prompt takes several dispatches, since macOS kills a dispatch of seconds.
+// the slots and reads the weights once for each expert: on the matrix units if `tune` has found that faster and they
+// can read these weights, else in tiles. A long prompt takes several dispatches, since macOS kills a dispatch of
+// seconds.
 void run(const Experts& call) {
   const int64_t slots = call.T * call.K;
   if (slots <= std::max<int64_t>(call.E * tuning().decode_max_slots_percent / 100, 16)) return decode(call);

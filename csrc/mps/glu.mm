@@ -44,7 +44,7 @@ GluAccess access(const Glu& call, const Layout& layout) {
   const int64_t gate = call.gate.storage_offset(), up = call.up.storage_offset();
   if (inner.gate == 1 && inner.up == 1 && fours(gate, up)) return GluAccess::contiguous;
   const bool alternate = inner.gate == 2 && inner.up == 2 && call.gate.is_alias_of(call.up) && up == gate + 1 &&
-                       middle.gate == middle.up && outer.gate == outer.up;
+                         middle.gate == middle.up && outer.gate == outer.up;
   return alternate && fours(gate) ? GluAccess::interleaved : GluAccess::strided;
 }
 

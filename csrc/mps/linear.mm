@@ -30,8 +30,8 @@ LinearParams linear_params(const Linear& call) {
 // Reads the weight for each token, or for a few tokens together.
 void few_tokens(const Linear& call, LinearParams params) {
   const Weight& weight = call.weight;
-  const bool is_wide = weight.format->is_dense() ? params.weight.layout == WeightLayout::rows_wide
-                                                 : whole_chunks(weight, params.weight);
+  const bool is_wide =
+      weight.format->is_dense() ? params.weight.layout == WeightLayout::rows_wide : whole_chunks(weight, params.weight);
   const bool wide = params.wide_x && is_wide;
   const int64_t together = wide && call.T > 1 ? std::min<int64_t>(tuning().tokens_together, call.T > 2 ? 4 : 2) : 1;
   FormatKernels& kernels = together > 1 ? several_kernels[together / 4] : wide ? wide_rows_kernels : rows_kernels;

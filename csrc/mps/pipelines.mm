@@ -1,5 +1,5 @@
-// Compiles the kernels of shaders/*.metal, and lists them for tools. Objects created here are never released, on purpose,
-// so that no destructors run at process exit.
+// Compiles the kernels of shaders/*.metal, and lists them for tools. Objects created here are never released, on
+// purpose, so that no destructors run at process exit.
 #include "mps/pipelines.h"
 
 #include <sys/sysctl.h>

@@ -17,8 +17,8 @@ inline RowShape row_shape(int64_t count, int64_t length, std::initializer_list<c
 }
 
 // The threads of a row, a multiple of a simdgroup. With few rows, a thread has one chunk of four elements, since only
-// latency matters. With many rows it has four chunks: as many loads are in flight, with fewer threads to sum over. There
-// are 1024 threads only if fewer threads, with four chunks each, cannot hold the row in registers.
+// latency matters. With many rows it has four chunks: as many loads are in flight, with fewer threads to sum over.
+// There are 1024 threads only if fewer threads, with four chunks each, cannot hold the row in registers.
 inline int threads_for_row(int64_t rows, int64_t length) {
   const int64_t of_thread = rows <= 32 ? kVectorWidth : 4 * kVectorWidth;
   const int64_t most = length <= 4 * kVectorWidth * tuning().row_threads ? tuning().row_threads : 1024;

@@ -20,7 +20,8 @@ struct Tuning {
   // Experts, decode of more than one token: from how many slots per expert on, in percent, two slots of an expert are
   // multiplied together, with its weights loaded and unpacked once; 0: never. gate_up pairs any two slots of an expert;
   // down only slots of two neighbouring tokens. Pairs need more registers, which costs more than they save if few
-  // tokens share experts. On an H100, pairs in gate_up won from one slot per expert on; those in down won in some formats.
+  // tokens share experts. On an H100, pairs in gate_up won from one slot per expert on; those in down won in some
+  // formats.
   int64_t gate_up_pairs_percent = 100, down_pairs_percent = 0;
   // Linear: the most tokens for which every few tokens read and unpack the weight again, possibly from the cache. Tiles
   // do it once, but compute 8 tokens even if there is one. The crossover point on Apple's GPUs is a guess.
@@ -35,10 +36,11 @@ struct Tuning {
   // Prefill: how many tiles go through all rows of weights together, so that these are read from the cache.
   int64_t tiles_per_band = 8;
   // Prefill, 16-bit activations: from how many slots or tokens per weight on our kernels for the matrix units are used,
-  // in `experts` and `linear`, for dense and packed weights; 0: never. The matrix units are those of M5 and newer; M1 to
-  // M4 have none. Gate and up, the inner activations, each expert's result and packed weights are then rounded to 16
-  // bits, and may overflow in float16. They need macOS 26.3 and aligned rows of weights (dense: with contiguous columns;
-  // packed: of a multiple of 64 columns). Off until `tune` finds them correct and faster: they have not been measured.
+  // in `experts` and `linear`, for dense and packed weights; 0: never. The matrix units are those of M5 and newer; M1
+  // to M4 have none. Gate and up, the inner activations, each expert's result and packed weights are then rounded to 16
+  // bits, and may overflow in float16. They need macOS 26.3 and aligned rows of weights (dense: with contiguous
+  // columns; packed: of a multiple of 64 columns). Off until `tune` finds them correct and faster: they have not been
+  // measured.
   int64_t tensor_ops = 0;
   // Gate, many tokens: with fewer tiles than this, groups of four tokens by four experts are used, which are more
   // threadgroups. Tiles read the least, but a tile is much work for one threadgroup: they pay off once each of 80 cores
@@ -47,8 +49,8 @@ struct Tuning {
   // Norms: threads per row with few rows. With 1024, each has about 52 registers on M1 and M2.
   int64_t row_threads = 512;
   // Attention: if there are too few simdgroups, the keys of the same rows are divided among threadgroups, but each
-  // gets at least this many keys per tile of 8 rows. For 128 keys of Qwen3's size 64 KB are read, and partial results of 4 KB are
-  // written and read again.
+  // gets at least this many keys per tile of 8 rows. For 128 keys of Qwen3's size 64 KB are read, and partial results
+  // of 4 KB are written and read again.
   int64_t attention_keys = 128;
   // Commits: after this many of our dispatches. MLX commits every 40 to 50 operations. A decoder layer has about 15
   // operations, 4 or 5 of which are ours, so 16 of ours correspond to that. They read the selected experts of 3 or 4

@@ -40,8 +40,8 @@ inline ScaleParams factor_params(const Tensor& tensor) {
   return {.expert = tensor.defined() && tensor.dim() > 1 ? tensor.stride(-2) * tensor.element_size() : 0};
 }
 
-// Whether chunks of `columns` columns are aligned for the widest loads that their length allows. In formats with blocks,
-// the length of a block counts instead.
+// Whether chunks of `columns` columns are aligned for the widest loads that their length allows. In formats with
+// blocks, the length of a block counts instead.
 inline bool is_aligned(const Weight& weight, int64_t columns) {
   const Format& format = *weight.format;
   const int64_t bytes = format.has_own_scales() ? format.bytes : columns * format.bits / 8;

@@ -12,7 +12,8 @@
 //   apart          whether its two halves are in different bytes
 //   shift          how many bits higher the second half's codes are in the words of `pair` than the first half's
 //   load           loads the words of a chunk; load_numbers: those of its scales; loads of `width` bytes are aligned
-//   pair           a word whose two 16 bits contain codes 4k and 4k + 2 of the first half (`second` is 0) or the second,
+//   pair           a word whose two 16 bits contain codes 4k and 4k + 2 of the first half (`second` is 0) or the
+//   second,
 //                  or with `odd` the next of each, among other bits
 //   numbers        the scales and offsets of the two halves, or one for both
 #pragma once
@@ -111,12 +112,13 @@ struct BlockLayout {
   static uint word_of(thread const Words<loaded_words>& loaded, ChunkPosition at, uint k) {
     if (is_wide) return loaded.at[k];
     const uint second = Block::apart ? 0 : at.second, shift = Block::shift * second, mask = Block::Values::mask;
-    return (Block::pair(loaded, k, second, 0) >> shift & mask) |
-           (Block::pair(loaded, k, second, 1) >> shift & mask) << 8;
+    return (Block::pair(loaded, k, second, 0) >> shift & mask) | (Block::pair(loaded, k, second, 1) >> shift & mask)
+                                                                     << 8;
   }
 
   template <uint N, uint G>
-  static void numbers(thread const Words<N>& words, ChunkPosition at, thread Floats<G>& scale, thread Floats<G>& offset) {
+  static void numbers(thread const Words<N>& words, ChunkPosition at, thread Floats<G>& scale,
+                      thread Floats<G>& offset) {
     Words<Block::number_words> loaded;
 #pragma unroll
     for (uint n = 0; n < Block::number_words; ++n) loaded.at[n] = words.at[code_words + n];

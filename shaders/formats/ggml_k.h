@@ -49,7 +49,8 @@ struct Groups32 {
     const uint moved = odd ? fifths >> (second ? 1 : 4) : fifths << (second ? 7 : 4);
     return (nibbles & 0x000f000fu << 4 * second) | (moved & 0x00100010u << 4 * second);
   }
-  static void numbers(thread const Words<3>& loaded, ChunkPosition at, thread Floats<2>& scale, thread Floats<2>& offset) {
+  static void numbers(thread const Words<3>& loaded, ChunkPosition at, thread Floats<2>& scale,
+                      thread Floats<2>& offset) {
     const uint first = loaded.at[1], low = loaded.at[2];
     const uint last =
         (as_type<uint>(ushort2(ushort(low), ushort(low >> 4))) & 0x0f0f0f0fu) | (first >> 2 & 0x30303030u);
