@@ -43,7 +43,8 @@ def shader_of(kernel: str) -> str:
         return "attention_combine"
     if not kernel.startswith("experts"):
         return kernel.partition("_")[0]
-    return "experts_decode" if "_rows" in kernel else "experts_prefill" if "_tiles" in kernel else "experts_slots"
+    shaders = {"_rows2": "experts_pairs", "_rows": "experts_decode", "_columns": "experts_columns", "_tiles": "experts_prefill"}
+    return next((shader for part, shader in shaders.items() if part in kernel), "experts_slots")
 
 
 def library_of(kernel: str, change: Callable[[str], str]):

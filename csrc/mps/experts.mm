@@ -38,16 +38,16 @@ ExpertsParams experts_params(const Experts& call) {
 FormatKernels decode_gate_up[] = {
     {"experts_decode", "experts_gate_up_rows_wide", 32 * kRowSimdgroups, "rows_wide"},
     {"experts_decode", "experts_gate_up_rows", 32 * kRowSimdgroups, "rows"},
-    {"experts_decode", "experts_gate_up_columns_wide", 32 * kColumnSimdgroups, "columns_wide"},
-    {"experts_decode", "experts_gate_up_columns", 32 * kColumnSimdgroups, "columns"}};
+    {"experts_columns", "experts_gate_up_columns_wide", 32 * kColumnSimdgroups, "columns_wide"},
+    {"experts_columns", "experts_gate_up_columns", 32 * kColumnSimdgroups, "columns"}};
 FormatKernels decode_down[] = {{"experts_decode", "experts_down_rows_wide", 32 * kRowSimdgroups, "rows_wide"},
                                {"experts_decode", "experts_down_rows", 32 * kRowSimdgroups, "rows"},
-                               {"experts_decode", "experts_down_columns_wide", 32 * kColumnSimdgroups, "columns_wide"},
-                               {"experts_decode", "experts_down_columns", 32 * kColumnSimdgroups, "columns"}};
+                               {"experts_columns", "experts_down_columns_wide", 32 * kColumnSimdgroups, "columns_wide"},
+                               {"experts_columns", "experts_down_columns", 32 * kColumnSimdgroups, "columns"}};
 
 // The same for two slots of an expert together.
-FormatKernels gate_up_pairs{"experts_decode", "experts_gate_up_rows2_wide", 32 * kRowSimdgroups, "rows2_wide"};
-FormatKernels down_pairs{"experts_decode", "experts_down_rows2_wide", 32 * kRowSimdgroups, "rows2_wide"};
+FormatKernels gate_up_pairs{"experts_pairs", "experts_gate_up_rows2_wide", 32 * kRowSimdgroups};
+FormatKernels down_pairs{"experts_pairs", "experts_down_rows2_wide", 32 * kRowSimdgroups};
 
 // Whether two slots of an expert are multiplied together, according to a setting.
 bool in_pairs(const Experts& call, int64_t percent) {

@@ -263,11 +263,11 @@ void check_default_device() {
 
 // Compiles the library of the kernel at an index of that list, and its pipeline if this Mac's GPU can run it.
 // -> whether it can. If `more` is not empty, only the library is compiled, again, with this text appended.
-bool compile_at(int64_t place, const std::string& more) {
+bool compile_at(int64_t index, const std::string& more) {
   id<MTLDevice> device = default_device();
   Kernel* kernel = Kernel::newest;
-  for (; place > 0 && kernel; --place) kernel = kernel->previous;
-  TORCH_CHECK_INDEX(place == 0 && kernel, "moe_metal: expected a place in the list of kernels");
+  for (; index > 0 && kernel; --index) kernel = kernel->previous;
+  TORCH_CHECK_INDEX(index == 0 && kernel, "moe_metal: expected a place in the list of kernels");
   if (!more.empty()) {
     @autoreleasepool {
       [compile_library(device, *kernel, more) release];
@@ -311,6 +311,6 @@ bool compiles(Kernel& kernel) {
 TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
   m.def("_kernels() -> str[]", &moe_metal::all_kernels);
   m.def("_check_device() -> ()", &moe_metal::check_default_device);
-  m.def("_compile(int place, str more) -> bool", &moe_metal::compile_at);
+  m.def("_compile(int index, str more) -> bool", &moe_metal::compile_at);
   m.def("_compile_times() -> (str[], float[])", &moe_metal::times_of_libraries);
 }

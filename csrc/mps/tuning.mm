@@ -1,3 +1,4 @@
+// The current settings of tuning.h, their names in Python and their valid values.
 #include "mps/tuning.h"
 
 #include <c10/util/Exception.h>
@@ -25,7 +26,7 @@ struct Setting {
 
 constexpr int64_t kLargest = 1 << 30;
 constexpr Setting kSettings[] = {
-    {"decode_simdgroups", &Tuning::decode_simdgroups, 1, kChunkSimdgroups, Setting::power_of_two},
+    {"decode_simdgroups", &Tuning::decode_simdgroups, 1, kRowSimdgroups, Setting::power_of_two},
     {"target_simdgroups", &Tuning::target_simdgroups, 1, kLargest},
     {"decode_max_slots_percent", &Tuning::decode_max_slots_percent, 0, kLargest},
     {"gate_up_pairs_percent", &Tuning::gate_up_pairs_percent, 0, kLargest},

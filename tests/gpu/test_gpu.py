@@ -12,7 +12,6 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import metal_sim  # noqa: E402
 import ptx  # noqa: E402
 import record  # noqa: E402
 import run  # noqa: E402
