@@ -155,15 +155,15 @@ def test_layouts(mps: str, name: str, T: int):
 
 # ------------------------------------------------------------------------------------------------ tiles
 
-SPLITS = [(17, 15), (16, 16), (0, 64, 0, 1), (33, 31), (63, 65, 0, 0, 1), (130,), (0, 0, 47), (1,) * 40, (64, 128)]
+COUNTS = [(17, 15), (16, 16), (0, 64, 0, 1), (33, 31), (63, 65, 0, 0, 1), (130,), (0, 0, 47), (1,) * 40, (64, 128)]
 
 
 @pytest.mark.parametrize("skipped", [0, 5])
-@pytest.mark.parametrize("counts", SPLITS, ids=lambda counts: "-".join(map(str, counts)))
-def test_splits(device: str, counts: tuple[int, ...], skipped: int):
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "-".join(map(str, counts)))
+def test_slots_per_expert(device: str, counts: tuple[int, ...], skipped: int):
     """Each expert gets so many slots in mixed order; `skipped` more slots have invalid ids."""
     E, slots = len(counts), sum(counts) + skipped
-    case = Case("experts", "splits", {"T": slots, "E": E, "K": 1, "H": 36, "I": 20}, ("gate_up_bias", "down_bias"))
+    case = Case("experts", "counts", {"T": slots, "E": E, "K": 1, "H": 36, "I": 20}, ("gate_up_bias", "down_bias"))
     args = case.arguments()
     ids = torch.arange(E).repeat_interleave(torch.tensor(counts))
     ids = torch.cat([ids, torch.tensor([-1, E, 1 << 40, -(1 << 40), E + 7])[:skipped]])

@@ -1,4 +1,3 @@
-// The op attention: which kernel, and how the work is divided into threadgroups.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

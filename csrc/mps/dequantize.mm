@@ -1,4 +1,3 @@
-// The op dequantize.
 #include <torch/library.h>
 
 #include "mps/weights.h"

@@ -1,4 +1,3 @@
-// The op experts. run() chooses between three ways; each has its kernels before it.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

@@ -1,4 +1,3 @@
-// The op gate: one dispatch, or one for the logits and one of route.metal.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

@@ -1,4 +1,3 @@
-// The op glu: the dimensions of its arguments are merged into three.
 #include <torch/library.h>
 
 #include "contract.h"

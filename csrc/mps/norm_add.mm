@@ -1,4 +1,3 @@
-// The ops norm_add and norm.
 #include <torch/library.h>
 
 #include "mps/rows.h"

@@ -1,4 +1,3 @@
-// The op residual_norm.
 #include <torch/library.h>
 
 #include "mps/rows.h"

@@ -1,4 +1,3 @@
-// The op rope.
 #include <torch/library.h>
 
 #include "contract.h"

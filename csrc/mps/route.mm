@@ -1,4 +1,3 @@
-// The op route.
 #include "mps/route.h"
 
 #include <torch/library.h>

@@ -1,4 +1,3 @@
-// See tensor_ops.h.
 #include "mps/tensor_ops.h"
 
 namespace moe_metal {

@@ -1,4 +1,3 @@
-// The op weighted_sum_norm_add.
 #include <torch/library.h>
 
 #include "mps/rows.h"

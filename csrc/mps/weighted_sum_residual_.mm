@@ -1,4 +1,3 @@
-// The op weighted_sum_residual_.
 #include <torch/library.h>
 
 #include "mps/rows.h"
