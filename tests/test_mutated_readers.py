@@ -43,8 +43,8 @@ def shader_of(kernel: str) -> str:
         return "attention_combine"
     if not kernel.startswith("experts"):
         return kernel.partition("_")[0]
-    shaders = {"_rows2": "experts_pairs", "_rows": "experts_decode", "_columns": "experts_columns", "_tiles": "experts_prefill"}
-    return next((shader for part, shader in shaders.items() if part in kernel), "experts_slots")
+    files = {"_rows2": "pairs", "_rows": "decode", "_columns": "columns", "_tiles": "prefill"}
+    return "experts_" + next((file for part, file in files.items() if part in kernel), "slots")
 
 
 def library_of(kernel: str, change: Callable[[str], str]):
