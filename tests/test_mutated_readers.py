@@ -156,7 +156,7 @@ def padded(T: int) -> tuple[Callable, dict]:
 
 
 def cut(name: str) -> tuple[Callable, dict]:
-    return attention_suite.test_every_split_of_the_keys, {"name": name}
+    return attention_suite.test_every_division_of_the_work, {"name": name}
 
 
 def unseen(name: str) -> tuple[Callable, dict]:
@@ -313,13 +313,13 @@ MUTANTS = {
     "weights_of_expert_0": Mutant("tile.expert = entry.x;", "", "values", *on_units()),
     "rows_of_the_tile_before": Mutant("tile.first = entry.y;", "", "bounds", *on_units()),
     # attention
-    "unseen_values_counted": Mutant(FINITE, f"{FINITE} || true", "values", *unseen("streams")),
-    "keys_overrun": Mutant(f"min({KEY}, params.S - 1)", f"({KEY})", "bounds", *cut("streams")),
+    "unseen_values_counted": Mutant(FINITE, f"{FINITE} || true", "values", *unseen("key parts")),
+    "keys_overrun": Mutant(f"min({KEY}, params.S - 1)", f"({KEY})", "bounds", *cut("key parts")),
     "own_key_not_seen": Mutant("max(past, 0)", "max(past - 1, 0)", "values", *cut("tiles")),
     "column_part_left_out": Mutant(
-        "position.column_part + column_parts;", "position.column_part + 1;", "values", *cut("two slices")
+        "position.column_part + column_parts;", "position.column_part + 1;", "values", *cut("two column parts")
     ),
-    "key_part_not_scaled": Mutant("exp(other.xy -", "exp(0 * other.xy -", "values", *cut("streams")),
+    "key_part_not_scaled": Mutant("exp(other.xy -", "exp(0 * other.xy -", "values", *cut("key parts")),
     "part_not_scaled": Mutant("exp(mine.x - offset)", "1.0f", "values", *cut("parts")),
     "combined_sum_not_scaled": Mutant("exp(other.x - offset_of(highest).x)", "1.0f", "values", *cut("many parts")),
     # rope

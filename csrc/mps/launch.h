@@ -125,7 +125,7 @@ struct Dispatch {
 };
 
 // Encodes the dispatches. Each sees the results of the ones before it; dispatches with an empty grid are skipped. All
-// arguments must be ready, since at:: ops cannot run meanwhile. Encoded work is committed from time to time. With
+// arguments must be ready: at:: ops cannot run during the encoding. Encoded work is committed from time to time. With
 // tensors on the meta device, launch only compiles the kernels, which Python uses for background compilation
 // (warmup.py).
 void launch(std::initializer_list<Dispatch> dispatches);
