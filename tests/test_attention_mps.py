@@ -1,4 +1,4 @@
-"""The op attention on mps, beyond its values: how its work is divided, what bytes it loads, and what it does not read."""
+"""The op attention on mps, beyond its values: how its work is divided, what it loads, and what it does not read."""
 
 import math
 
