@@ -5,7 +5,7 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("weighted_sum_residual_", kBlockThreads);
+Kernels kernels("weighted_sum_residual_", kElementThreads);
 
 void run(const WeightedSum& call) {
   launch(kernels[call.slots.scalar_type()], grid_of_elements(call.T, call.H), call.slots, call.weights, call.residual,
