@@ -69,7 +69,7 @@ struct ActivationParams {
 
 // How glu reads four neighbours of gate and up: one element at a time, with one vector load from each, or with two
 // vector loads of interleaved gate and up.
-enum class GluAccess : int32_t { strided, wide, interleaved };
+enum class GluAccess : int32_t { strided, contiguous, interleaved };
 
 // Strides in elements.
 struct GluStrides {
@@ -81,7 +81,7 @@ struct GluParams {
   GluStrides gate, up;
   uint64_t inner;
   uint32_t middle;
-  uint32_t chunks;  // groups of kVectorWidth elements in `inner`
+  uint32_t chunks;  // of kVectorWidth elements, in `inner`
   uint32_t all_chunks;
   GluAccess access;
   ActivationParams activation;
@@ -91,12 +91,12 @@ struct GluParams {
 // because a template parameter per tensor would multiply the number of kernels to compile.
 enum class ParameterType : int32_t { absent, activation, float32 };
 
-// Rows of contiguous tensors. `wide`: rows start at multiples of kVectorWidth elements, and their length is a multiple
-// of it.
+// Rows of contiguous tensors. `aligned`: rows start at multiples of kVectorWidth elements, and their length is a
+// multiple of it.
 struct RowShape {
   uint32_t count;
   uint32_t length;
-  uint32_t wide;
+  uint32_t aligned;
 };
 
 // The ops norm, norm_add and residual_norm.
@@ -132,31 +132,31 @@ enum class WeightLayout : int32_t { rows_wide, rows, columns_wide, columns };
 enum class NumberType : int32_t { float32, float16, bfloat16, e8m0, e4m3 };
 
 // How the work is divided, which determines the grids. tuning.h has the numbers that depend on the GPU.
-MOE_METAL_CONSTANT uint32_t kChunkSimdgroups = 8;  // decode, rows: simdgroups of a threadgroup at most
-MOE_METAL_CONSTANT uint32_t kChunkRows = 4;        // decode, rows: rows of weights of a team of lanes
-MOE_METAL_CONSTANT uint32_t kPackedLanes = 16;     // decode, packed weights: lanes of a team (dense: all 32)
-MOE_METAL_CONSTANT uint32_t kPackedColumns = 32;   // packed weights: columns of a lane at a time, all of one group
-MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;   // the same for groups of 16, odd lengths and unaligned rows
-MOE_METAL_CONSTANT uint32_t kPackedChunk = kPackedLanes * kPackedColumns;
-MOE_METAL_CONSTANT uint32_t kMaxSplit = 16;        // decode, columns: simdgroups of a threadgroup at most
-MOE_METAL_CONSTANT uint32_t kDownColumnRows = 32;  // decode, columns: rows of down of a threadgroup
-MOE_METAL_CONSTANT uint32_t kColumnRows = 64;      // decode, columns: rows of gate_up of a threadgroup,
-MOE_METAL_CONSTANT uint32_t kColumnInner = 32;     // which are so many gate rows and their up rows
-MOE_METAL_CONSTANT uint32_t kTileSimdgroups = 4;   // prefill: of a threadgroup
+MOE_METAL_CONSTANT uint32_t kRowSimdgroups = 8;   // decode, rows: simdgroups of a threadgroup at most
+MOE_METAL_CONSTANT uint32_t kDotRows = 4;         // decode, rows: rows of weights of a lane
+MOE_METAL_CONSTANT uint32_t kPackedLanes = 16;    // decode, packed weights: lanes of a row (dense: all 32)
+MOE_METAL_CONSTANT uint32_t kPackedColumns = 32;  // packed weights: columns of a wide chunk, all of one group
+MOE_METAL_CONSTANT uint32_t kNarrowColumns = 16;  // of a narrow chunk: groups of 16, odd lengths, unaligned rows
+MOE_METAL_CONSTANT uint32_t kPackedStep = kPackedLanes * kPackedColumns;
+MOE_METAL_CONSTANT uint32_t kColumnSimdgroups = 16;  // decode, columns: simdgroups of a threadgroup at most
+MOE_METAL_CONSTANT uint32_t kDownColumnRows = 32;    // decode, columns: rows of down of a threadgroup
+MOE_METAL_CONSTANT uint32_t kColumnInner = 32;       // decode, columns: gate rows of a threadgroup
+MOE_METAL_CONSTANT uint32_t kColumnRows = 64;     // rows of gate_up of a threadgroup: these gate rows and their up rows
+MOE_METAL_CONSTANT uint32_t kTileSimdgroups = 4;  // prefill: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kTileThreads = 32 * kTileSimdgroups;
 
-// Prefill: how many 8-row matrices of weights a simdgroup has, for tiles of `tile_rows` slots or tokens. The sums take
-// two registers per matrix and 8 slots. They are limited to 32 registers, since with over 100 registers per thread too
-// few threads fit on a core.
-constexpr uint32_t tile_matrices(uint32_t tile_rows) { return tile_rows > 32 ? 2 : 4; }
+// Prefill: how many fragments of 8 rows of weights a simdgroup has, for tiles of `tile_rows` slots or tokens. The sums
+// take two registers per fragment and 8 slots. They are limited to 32 registers, since with over 100 registers per
+// thread too few threads fit on a core.
+constexpr uint32_t tile_fragments(uint32_t tile_rows) { return tile_rows > 32 ? 2 : 4; }
 // Rows of weights of a threadgroup.
-constexpr uint32_t tile_weight_rows(uint32_t tile_rows) { return kTileSimdgroups * 8 * tile_matrices(tile_rows); }
+constexpr uint32_t tile_weight_rows(uint32_t tile_rows) { return kTileSimdgroups * 8 * tile_fragments(tile_rows); }
 
 // Products on the matrix units: the rows of weights of a threadgroup, and its simdgroups for tiles of `tile_rows` rows
 // of x. Projects that have measured an M5 use the same sizes: PyTorch 16 by 64 and 64 by 64, llama.cpp 32 by 64.
-MOE_METAL_CONSTANT uint32_t kUnitRows = 64;
-MOE_METAL_CONSTANT uint32_t kUnitColumns = 4 * kNarrowColumns;  // packed weights: columns unpacked at a time
-constexpr uint32_t unit_simdgroups(uint32_t tile_rows) { return tile_rows > 16 ? 4 : 2; }
+MOE_METAL_CONSTANT uint32_t kProductRows = 64;
+MOE_METAL_CONSTANT uint32_t kProductColumns = 4 * kNarrowColumns;  // packed weights: columns unpacked at a time
+constexpr uint32_t product_simdgroups(uint32_t tile_rows) { return tile_rows > 16 ? 4 : 2; }
 
 // Strides of scales or offsets, in bytes.
 struct ScaleParams {
@@ -165,14 +165,14 @@ struct ScaleParams {
 
 // Element (e, r, c) of a dense weight is at e * expert + r * row + c * column. Strides of packed weights are in bytes,
 // and `column` is not used. Formats whose blocks contain their scales use neither `scale` nor `offset`. If gate and up
-// are separate, the rows of up begin at row `gap_at`, `gap` further than `row` alone says.
+// are separate, a row r >= gap_at (of up) starts at r * row + gap.
 struct WeightParams {
   int64_t expert, row, column, gap;
   ScaleParams scale, offset;
   NumberType scale_type;
   uint32_t group_shift;  // log2 of the columns that share a scale
   WeightLayout layout;
-  uint32_t split;       // decode: simdgroups that share the work on one row
+  uint32_t parts;       // decode: simdgroups that divide the columns of a row
   uint32_t has_factor;  // a factor of the whole matrix is in place of the offset
   uint32_t gap_at;
 };
@@ -189,10 +189,10 @@ struct ExpertsParams {
   uint32_t interleaved;  // gate and up rows alternate
   // The bias of gate row i is element i * bias_stride; that of its up row is `up_bias_offset` elements further.
   uint32_t bias_stride, up_bias_offset;
-  // Decode: floats of a row of inner, and whether its elements are in the order of packed_place (dots.h).
-  uint32_t inner_length, inner_placed;
+  // Decode: floats of a row of inner, and whether its elements are in the order of packed_index (dots.h).
+  uint32_t inner_length, inner_reordered;
   // Prefill: slots of a tile, length of the list of tiles, and how many tiles go through all rows of weights together.
-  // All are 0 if PyTorch computes the products. The list is followed by the end of each expert's slots in the order.
+  // The list is followed by the end of each expert's slots in the order.
   uint32_t tile_rows, tiles, tiles_per_band;
   uint32_t has_shared, has_residual;
   ParameterType weights, gate_up_bias, down_bias, shared_gate;
@@ -218,10 +218,10 @@ struct ProductParams {
   WeightParams weight;
 };
 
-// The op dequantize, for matrices of `rows` by `columns`. Rows are cut into pieces of kNarrowColumns.
+// The op dequantize, for matrices of `rows` by `columns`. A thread has a chunk of kNarrowColumns.
 struct DequantizeParams {
-  uint64_t all_pieces;
-  uint32_t rows, columns, pieces;
+  uint64_t all_chunks;
+  uint32_t rows, columns, chunks;  // chunks of a row
   NumberType dense_type;
   WeightParams weight;
 };
@@ -239,7 +239,7 @@ struct RouteParams {
 
 // How the work is divided; gate.mm chooses a kernel by the shapes.
 MOE_METAL_CONSTANT uint32_t kGateMaxExperts = 64;    // gate: the most experts that one threadgroup can have
-MOE_METAL_CONSTANT uint32_t kGateSimdgroups = 8;     // gate_logits: of a threadgroup, which share H
+MOE_METAL_CONSTANT uint32_t kGateSimdgroups = 8;     // gate_logits: of a threadgroup, which divide H
 MOE_METAL_CONSTANT uint32_t kGateTileTokens = 32;    // gate_tile: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kGateTileExperts = 64;   // gate_tile: of a threadgroup
 MOE_METAL_CONSTANT uint32_t kGateTileThreads = 128;  // gate_tile: each has 4 tokens by 4 experts
@@ -280,23 +280,23 @@ MOE_METAL_CONSTANT uint32_t kCombineThreads = 32 * kCombineSimdgroups;
 MOE_METAL_CONSTANT uint32_t kPartsAtOnce = 8;             // parts that one of them loads before it adds the first one
 MOE_METAL_CONSTANT uint32_t kAttentionRows = 8;           // queries of heads, of a simdgroup
 MOE_METAL_CONSTANT uint32_t kAttentionKeys = 32;          // keys of a simdgroup at a time
-MOE_METAL_CONSTANT uint32_t kAttentionKeyColumns = 32;    // of a key: a chunk of a simdgroup
-MOE_METAL_CONSTANT uint32_t kAttentionValueColumns = 64;  // of a value: a chunk of a simdgroup
+MOE_METAL_CONSTANT uint32_t kAttentionKeyColumns = 32;    // of a simdgroup's tile of keys
+MOE_METAL_CONSTANT uint32_t kAttentionValueColumns = 64;  // of a simdgroup's tile of values
 
 // The element type of an attention mask.
 enum class MaskType : int32_t { absent, boolean, activation, float32 };
 
 struct AttentionParams {
   AttentionStrides q, k, v, mask;
-  uint64_t sums_at;  // offset of the parts' sums in the memory of the parts, in floats
+  uint64_t sums_offset;  // of the parts' sums in the memory of the parts, in floats
   uint32_t B, A, J, T, S, D, V;
-  uint32_t rows;        // queries of all heads that share a key head: T * A / J
-  uint32_t row_blocks;  // threadgroups that share them
-  uint32_t tiles;       // of kAttentionRows rows, per threadgroup
-  uint32_t slices;      // simdgroups that share the columns of a key, and those of a value
-  uint32_t first_key;   // the first key that any query sees
-  uint32_t parts;       // threadgroups that share the keys
-  uint32_t part_keys;   // keys of one of them
+  uint32_t rows;              // queries of all heads that share a key head: T * A / J
+  uint32_t row_threadgroups;  // threadgroups that divide them
+  uint32_t row_tiles;         // of kAttentionRows rows, per threadgroup
+  uint32_t column_parts;      // simdgroups that divide the columns of a key, and those of a value
+  uint32_t first_key;         // the first key that any query sees
+  uint32_t parts;             // threadgroups that divide the keys
+  uint32_t part_keys;         // keys of one of them
   uint32_t causal;
   uint32_t window;  // 0: none
   MaskType mask_type;

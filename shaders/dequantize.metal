@@ -16,10 +16,10 @@ template <typename T>
                            constant DequantizeParams& params [[buffer(4)]], uint group [[threadgroup_position_in_grid]],
                            uint thread_index [[thread_index_in_threadgroup]],
                            uint simdgroups [[simdgroups_per_threadgroup]]) {
-  const ulong piece = ulong(group) * simdgroups * kSimdgroup + thread_index;
-  if (piece >= params.all_pieces) return;
-  const ulong row = piece / params.pieces;
-  const uint r = row % params.rows, column = piece % params.pieces * kNarrowColumns;
+  const ulong chunk = ulong(group) * simdgroups * kSimdgroup + thread_index;
+  if (chunk >= params.all_chunks) return;
+  const ulong row = chunk / params.chunks;
+  const uint r = row % params.rows, column = chunk % params.chunks * kNarrowColumns;
   const Weights<uchar> weights = of_expert(data, scale, offset, row / params.rows, params.weight);
   device T* to = output + row * params.columns;
   Vectors<kNarrowColumns / 4> values;
@@ -30,20 +30,20 @@ template <typename T>
   }
 #else
   using Codes = weights_codes(kNarrowColumns);
-  PackedPiece<Codes> codes;
-  load_piece(packed_row<Codes>(weights, params.weight, r), params.weight, column, params.columns - column,
+  LoadedChunk<Codes> codes;
+  load_chunk(packed_row<Codes>(weights, params.weight, r), params.weight, column, params.columns - column,
              params.weight.layout == WeightLayout::rows_wide, codes);
   for (uint n = 0; n < kNarrowColumns; n += 8) {
     Vectors<2> eight;
-    piece_values<Codes, false>(codes, n, eight);
+    chunk_values<Codes, false>(codes, n, eight);
     values.at[n / 4] = eight.at[0];
     values.at[n / 4 + 1] = eight.at[1];
   }
 #endif
-  const bool wide = params.columns % kVectorWidth == 0;
+  const bool aligned = params.columns % kVectorWidth == 0;
   for (uint n = 0; n < kNarrowColumns; n += kVectorWidth) {
-    if (wide && column + n < params.columns) store4_wide(to + column + n, values.at[n / 4]);
-    for (uint m = n; !wide && m < n + kVectorWidth && column + m < params.columns; ++m)
+    if (aligned && column + n < params.columns) store4_aligned(to + column + n, values.at[n / 4]);
+    for (uint m = n; !aligned && m < n + kVectorWidth && column + m < params.columns; ++m)
       to[column + m] = T(values.at[n / 4][m % 4]);
   }
 }

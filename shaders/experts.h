@@ -39,15 +39,15 @@ inline uint gate_up_row(uint i, uint which, constant ExpertsParams& params) {
   return params.interleaved ? 2 * i + which : i + which * params.I;
 }
 
-// A threadgroup's rows of gate_up: 32 gate rows and their 32 up rows, alternating if interleaved, else all gate rows
-// first.
-inline RowTile gate_up_tile(uint block, constant ExpertsParams& params) {
+// A threadgroup's rows of gate_up: kColumnInner gate rows and their up rows, alternating if interleaved, else all gate
+// rows first. `index` is that of the threadgroup along y.
+inline RowTile gate_up_tile(uint index, constant ExpertsParams& params) {
   RowTile tile;
-  tile.first = gate_up_row(block * kColumnInner, 0, params);
+  tile.first = gate_up_row(index * kColumnInner, 0, params);
   tile.jump = params.interleaved ? 0 : params.I - kColumnInner;
   tile.shift = params.interleaved ? 1 : 0;
   tile.mask = kColumnInner - 1;
-  tile.limit = params.I - block * kColumnInner;
+  tile.limit = params.I - index * kColumnInner;
   return tile;
 }
 
@@ -64,13 +64,13 @@ float inner_value(float gate, float up, device const T* bias, int expert, uint r
   return activated(gate, up, params.activation);
 }
 
-// The same for row i of a block, from the products of its tile.
+// The same for inner element i of a tile of gate_up_tile, from the tile's products.
 template <typename T>
-float inner_value(threadgroup const float* products, uint i, device const T* bias, int expert, uint block,
+float inner_value(threadgroup const float* products, uint i, device const T* bias, int expert, uint index,
                   constant ExpertsParams& params) {
   const float gate = products[params.interleaved ? 2 * i : i];
   const float up = products[params.interleaved ? 2 * i + 1 : i + kColumnInner];
-  return inner_value(gate, up, bias, expert, block * kColumnInner + i, params);
+  return inner_value(gate, up, bias, expert, index * kColumnInner + i, params);
 }
 
 }  // namespace moe_metal

@@ -12,7 +12,7 @@
 // gate_up and down multiply tiles of up to TileRows slots by tile_weight_rows rows of weights. A tile never has slots
 // of two experts. Only the device knows how many tiles an expert has, so the list `tiles` (expert, first in order,
 // count) has the largest possible number of entries; unused ones have no slots. Grid: one threadgroup for each entry
-// (or piece of one) and block of weight rows, along x.
+// (or half of one) and tile of weight rows, along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -22,23 +22,24 @@ using namespace metal;
 
 namespace moe_metal {
 
-// The work of a threadgroup: slots [first, first + count) of the order, and a block of the expert's weight rows.
+// The work of a threadgroup: slots [first, first + count) of the order, and one tile of the expert's weight rows.
 struct Tile {
-  uint expert, first, count, block;
+  uint expert, first, count, weight_tile;
 };
 
-// A band of tiles goes through all blocks together: the slots stay in the cache, and the band shares weights in the
-// cache. `down` divides tiles of 64 slots into pieces of 32: its slots are float, and with 64 slots each would be read
-// twice as often from threadgroup memory, since simdgroups would have half the rows of weights.
+// `tiles_per_band` tiles of slots go through all tiles of weights together: the slots stay in the cache, and so do the
+// weights until the last of these tiles has read them. `down` divides listed tiles of 64 slots into two of 32: its
+// slots are float, and with 64 slots each would be read twice as often from threadgroup memory, since simdgroups would
+// have half the rows of weights.
 template <uint TileRows>
-Tile tile_of(device const int4* tiles, uint group, uint blocks, constant ExpertsParams& params) {
-  const uint pieces = params.tile_rows / TileRows;
-  const uint piece = group / (params.tiles_per_band * blocks) * params.tiles_per_band + group % params.tiles_per_band;
+Tile tile_of(device const int4* tiles, uint group, uint weight_tiles, constant ExpertsParams& params) {
+  const uint of_entry = params.tile_rows / TileRows, together = params.tiles_per_band;
+  const uint index = group / (together * weight_tiles) * together + group % together;
   Tile tile = {};
-  tile.block = group / params.tiles_per_band % blocks;
-  if (piece / pieces >= params.tiles) return tile;
-  const int4 entry = tiles[piece / pieces];
-  const uint done = piece % pieces * TileRows;
+  tile.weight_tile = group / together % weight_tiles;
+  if (index / of_entry >= params.tiles) return tile;
+  const int4 entry = tiles[index / of_entry];
+  const uint done = index % of_entry * TileRows;
   tile.expert = entry.x;
   tile.first = entry.y + done;
   tile.count = uint(entry.z) > done ? min(TileRows, uint(entry.z) - done) : 0;
@@ -51,7 +52,7 @@ Tile tile_of(device const int4* tiles, uint group, uint blocks, constant Experts
 // constants. Pairs are ordered by slot.
 template <uint TileRows>
 void take_pair(thread Products<TileRows>& products) {
-  constexpr uint pairs = tile_matrices(TileRows) / 2;
+  constexpr uint pairs = tile_fragments(TileRows) / 2;
 #pragma unroll
   for (uint i = 1; i < 2 * products.down * pairs; ++i) {
     const uint slot = i / pairs, n = i % pairs * 2, to_slot = (i - 1) / pairs, to = (i - 1) % pairs * 2;
@@ -71,15 +72,15 @@ template <typename T, typename Reader, uint TileRows>
                                       uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup uint4 memory[TileRows * Reader::stride * sizeof(T) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
-  constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows) / 2;
-  const Tile tile = tile_of<TileRows>(tiles, group, (params.I + block - 1) / block, params);
+  constexpr uint across = tile_fragments(TileRows), tile_inner = tile_weight_rows(TileRows) / 2;
+  const Tile tile = tile_of<TileRows>(tiles, group, (params.I + tile_inner - 1) / tile_inner, params);
   if (tile.count == 0) return;
   for (uint j = thread_index; j < tile.count; j += kTileThreads) {
     rows[j] = uint(order[tile.first + j]) / params.K;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   // Gate, up, gate, up: a lane has both factors of an inner element. The last row is repeated past the end.
-  const uint first = tile.block * block + first_of_lane<block>(thread_index);
+  const uint first = tile.weight_tile * tile_inner + first_of_lane<tile_inner>(thread_index);
   RowNumbers<across> numbers;
   RowNumbers<across> of_biases;
   for (uint n = 0; n < across; ++n) {
@@ -95,7 +96,7 @@ template <typename T, typename Reader, uint TileRows>
   load_biases(bias, ulong(tile.expert) * 2 * params.I, of_biases, params.gate_up_bias, biases);
 #pragma unroll
   for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] += biases.at[i % across];
-  const uint column = matrix_place(thread_index % 32).column, pairs = across / 2;
+  const uint column = fragment_element(thread_index % 32).column, pairs = across / 2;
   // Not unrolled: otherwise most of the kernel would be five activations for each of a lane's elements.
 #pragma clang loop unroll(disable)
   for (uint i = 0; i < 2 * products.down * pairs; ++i) {
@@ -119,12 +120,12 @@ template <typename T, typename Reader, uint TileRows>
                                    uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup uint4 memory[TileRows * Reader::stride * sizeof(float) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
-  constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
-  const Tile tile = tile_of<TileRows>(tiles, group, (params.H + block - 1) / block, params);
+  constexpr uint across = tile_fragments(TileRows), weight_rows = tile_weight_rows(TileRows);
+  const Tile tile = tile_of<TileRows>(tiles, group, (params.H + weight_rows - 1) / weight_rows, params);
   if (tile.count == 0) return;
   for (uint j = thread_index; j < tile.count; j += kTileThreads) rows[j] = tile.first + j;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint first = tile.block * block + first_of_lane<block>(thread_index);
+  const uint first = tile.weight_tile * weight_rows + first_of_lane<weight_rows>(thread_index);
   RowNumbers<across> numbers;
   for (uint n = 0; n < across; ++n) numbers.at[n] = min(first + n, params.H - 1);
   Products<TileRows> products;
@@ -133,7 +134,7 @@ template <typename T, typename Reader, uint TileRows>
                                   params.I, thread_index);
   Floats<across> biases;
   load_biases(bias, ulong(tile.expert) * params.H, numbers, params.down_bias, biases);
-  const uint column = matrix_place(thread_index % 32).column;
+  const uint column = fragment_element(thread_index % 32).column;
 #pragma unroll
   for (uint i = 0; i < 2 * products.down; ++i) {
     const uint j = i / 2 * 8 + column + i % 2;

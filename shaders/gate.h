@@ -32,7 +32,7 @@ struct Dots {
 
 // Sums over the chunks first, first + step, ... of H. For rows past the end the last row is read; their results are
 // not used.
-template <bool wide, uint Tokens, uint Experts, typename T, typename W>
+template <bool aligned, uint Tokens, uint Experts, typename T, typename W>
 Dots<Tokens, Experts> gate_dots(device const T* hidden, device const W* router_weight, device const T* norm_weight,
                                 ulong token, uint expert, uint first, uint step, GateParams params) {
   const uint H = params.row.length;
@@ -50,9 +50,9 @@ Dots<Tokens, Experts> gate_dots(device const T* hidden, device const W* router_w
   for (uint i = 4 * first; i < H; i += 4 * step) {
     const float4 weight = norm_weight4(norm_weight, i, params);
     float4 router[Experts];
-    for (uint e = 0; e < Experts; ++e) router[e] = load4<wide>(w[e], i, H);
+    for (uint e = 0; e < Experts; ++e) router[e] = load4<aligned>(w[e], i, H);
     for (uint t = 0; t < Tokens; ++t) {
-      float4 v = load4<wide>(x[t], i, H);
+      float4 v = load4<aligned>(x[t], i, H);
       sums.squares[t] += dot(v, v);
       v *= weight;
       for (uint e = 0; e < Experts; ++e) sums.dots[t][e] += dot(v, router[e]);

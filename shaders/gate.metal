@@ -3,7 +3,7 @@
 // hidden [T, H]; router_weight [E, H], T or float; norm_weight [H], router_bias, select_bias, per_expert_scale [E], or
 // absent; weights float [T, K]; ids int [T, K]; logits float [T, E].
 //   gate         the whole op, for few tokens and a small router. Grid: one threadgroup per token, along x.
-//   gate_logits  logits for few tokens; route.metal does the rest. Grid: groups of tokens along x, of experts along y.
+//   gate_logits  logits for few tokens; route.metal does the rest. Grid: tiles of tokens along x, of experts along y.
 //   gate_tile    logits for many tokens. Grid: tiles of 32 tokens along x, of 64 experts along y.
 #include <metal_stdlib>
 using namespace metal;
@@ -28,17 +28,17 @@ template <typename T, typename W>
   if (token >= params.row.count) return;
   const uint E = params.route.routing.experts, K = params.route.routing.top_k;
   const uint parts = max(1u, simdgroups / E);
-  for (uint unit = simdgroup; unit < E * parts; unit += simdgroups) {
-    const uint first = unit % parts * kSimdgroup + lane, step = parts * kSimdgroup;
+  for (uint index = simdgroup; index < E * parts; index += simdgroups) {
+    const uint first = index % parts * kSimdgroup + lane, step = parts * kSimdgroup;
     Dots<1, 1> sums;
-    if (params.row.wide) {
-      sums = gate_dots<true, 1, 1>(hidden, router_weight, norm_weight, token, unit / parts, first, step, params);
+    if (params.row.aligned) {
+      sums = gate_dots<true, 1, 1>(hidden, router_weight, norm_weight, token, index / parts, first, step, params);
     } else {
-      sums = gate_dots<false, 1, 1>(hidden, router_weight, norm_weight, token, unit / parts, first, step, params);
+      sums = gate_dots<false, 1, 1>(hidden, router_weight, norm_weight, token, index / parts, first, step, params);
     }
     const float dot_sum = simd_sum(sums.dots[0][0]), square_sum = simd_sum(sums.squares[0]);
-    if (lane == 0) dots[unit] = dot_sum;
-    if (lane == 0 && unit < parts) squares[unit] = square_sum;
+    if (lane == 0) dots[index] = dot_sum;
+    if (lane == 0 && index < parts) squares[index] = square_sum;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (simdgroup > 0) return;
@@ -55,7 +55,7 @@ template <typename T, typename W>
                  params.route);
 }
 
-// A threadgroup computes `Tokens` tokens by `Experts` experts; its simdgroups share H.
+// A threadgroup computes `Tokens` tokens by `Experts` experts; its simdgroups divide H.
 template <typename T, typename W, uint Tokens, uint Experts>
 [[kernel]] void gate_logits(device const T* hidden [[buffer(0)]], device const W* router_weight [[buffer(1)]],
                             device const T* norm_weight [[buffer(2)]], device const T* router_bias [[buffer(3)]],
@@ -69,7 +69,7 @@ template <typename T, typename W, uint Tokens, uint Experts>
   const ulong token = ulong(group.x) * Tokens;
   const uint expert = group.y * Experts;
   Dots<Tokens, Experts> sums;
-  if (params.row.wide) {
+  if (params.row.aligned) {
     sums =
         gate_dots<true, Tokens, Experts>(hidden, router_weight, norm_weight, token, expert, thread_index, step, params);
   } else {
@@ -109,13 +109,13 @@ struct TileLoads {
   float4 chunks[Rows * kTileChunks / kGateTileThreads];
 };
 
-template <uint Rows, bool wide, typename T>
+template <uint Rows, bool aligned, typename T>
 TileLoads<Rows> load_tile(device const T* rows, ulong first_row, ulong last_row, uint h, uint thread_index, uint H) {
   TileLoads<Rows> loads;
   for (uint n = 0; n < Rows * kTileChunks / kGateTileThreads; ++n) {
     const uint chunk = thread_index + n * kGateTileThreads, i = h + chunk % kTileChunks * 4;
     device const T* row = rows + min(first_row + chunk / kTileChunks, last_row) * H;
-    const float4 v = load4<wide>(row, wide ? min(i, H - 4) : i, H);  // no branch between the loads
+    const float4 v = load4<aligned>(row, aligned ? min(i, H - 4) : i, H);  // no branch between the loads
     loads.chunks[n] = i < H ? v : float4(0);
   }
   return loads;
@@ -129,7 +129,7 @@ void store_tile(TileLoads<Rows> loads, threadgroup float4* tile, uint thread_ind
   }
 }
 
-template <bool wide, typename T, typename W>
+template <bool aligned, typename T, typename W>
 void tile_logits(device const T* hidden, device const W* router_weight, device const T* norm_weight,
                  device const T* router_bias, device float* logits, GateParams params, uint2 group, uint thread_index,
                  threadgroup float4* x_tile, threadgroup float4* w_tile, threadgroup float* inv_rms) {
@@ -138,8 +138,8 @@ void tile_logits(device const T* hidden, device const W* router_weight, device c
   const uint expert = group.y * kGateTileExperts, own_h = thread_index % kTileChunks * 4;
   const uint own_token = thread_index / kAcross, own_expert = thread_index % kAcross;
   float dots[4][4] = {}, squares[2] = {};
-  auto x = load_tile<kGateTileTokens, wide>(hidden, token, last_token, 0, thread_index, H);
-  auto w = load_tile<kGateTileExperts, wide>(router_weight, expert, E - 1, 0, thread_index, H);
+  auto x = load_tile<kGateTileTokens, aligned>(hidden, token, last_token, 0, thread_index, H);
+  auto w = load_tile<kGateTileExperts, aligned>(router_weight, expert, E - 1, 0, thread_index, H);
   float4 weight = own_h < H ? norm_weight4(norm_weight, own_h, params) : float4(0);
   for (uint h = 0; h < H; h += kTileStep) {
     for (uint n = 0; n < 2; ++n) {
@@ -150,8 +150,8 @@ void tile_logits(device const T* hidden, device const W* router_weight, device c
     store_tile(w, w_tile, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint next = h + kTileStep;
-    x = load_tile<kGateTileTokens, wide>(hidden, token, last_token, next, thread_index, H);
-    w = load_tile<kGateTileExperts, wide>(router_weight, expert, E - 1, next, thread_index, H);
+    x = load_tile<kGateTileTokens, aligned>(hidden, token, last_token, next, thread_index, H);
+    w = load_tile<kGateTileExperts, aligned>(router_weight, expert, E - 1, next, thread_index, H);
     weight = next + own_h < H ? norm_weight4(norm_weight, next + own_h, params) : float4(0);
     for (uint chunk = 0; chunk < kTileChunks; ++chunk) {
       float4 a[4], b[4];
@@ -187,7 +187,7 @@ template <typename T, typename W>
   threadgroup float4 x_tile[kGateTileTokens * kTileStride];
   threadgroup float4 w_tile[kGateTileExperts * kTileStride];
   threadgroup float inv_rms[kGateTileTokens];
-  if (params.row.wide) {
+  if (params.row.aligned) {
     tile_logits<true>(hidden, router_weight, norm_weight, router_bias, logits, params, group, thread_index, x_tile,
                       w_tile, inv_rms);
   } else {

@@ -1,7 +1,7 @@
 // output = act(gate) * up
 //
 // gate, up [outer, middle, inner] with any strides; output [outer, middle, inner], contiguous.
-// Grid: one thread for each group of four neighbours of `inner`, flattened.
+// Grid: one thread for each chunk of four neighbours of `inner`, flattened.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -15,7 +15,7 @@ inline float4 activated4(float4 gate, float4 up, ActivationParams params) {
                 activated(gate.w, up.w, params));
 }
 
-inline ulong position(GluStrides strides, ulong outer, ulong middle, ulong inner) {
+inline ulong offset_of(GluStrides strides, ulong outer, ulong middle, ulong inner) {
   return outer * strides.outer + middle * strides.middle + inner * strides.inner;
 }
 
@@ -26,8 +26,8 @@ template <typename T>
   if (thread_index >= params.all_chunks) return;
   const uint row = thread_index / params.chunks;
   const ulong i = ulong(kVectorWidth) * (thread_index % params.chunks);
-  gate += position(params.gate, row / params.middle, row % params.middle, i);
-  up += position(params.up, row / params.middle, row % params.middle, i);
+  gate += offset_of(params.gate, row / params.middle, row % params.middle, i);
+  up += offset_of(params.up, row / params.middle, row % params.middle, i);
   output += row * params.inner + i;
 
   if (params.access == GluAccess::strided || i + kVectorWidth > params.inner) {
@@ -37,15 +37,15 @@ template <typename T>
     }
     return;
   }
-  float4 g = load4_wide(gate), u;
-  if (params.access == GluAccess::wide) {
-    u = load4_wide(up);
+  float4 g = load4_aligned(gate), u;
+  if (params.access == GluAccess::contiguous) {
+    u = load4_aligned(up);
   } else {
-    const float4 next = load4_wide(gate + kVectorWidth);
+    const float4 next = load4_aligned(gate + kVectorWidth);
     u = float4(g.y, g.w, next.y, next.w);
     g = float4(g.x, g.z, next.x, next.z);
   }
-  store4_wide(output, activated4(g, u, params.activation));
+  store4_aligned(output, activated4(g, u, params.activation));
 }
 
 }  // namespace moe_metal

@@ -3,10 +3,10 @@
 // x [T, H], weight [N, H], bias [N], output [T, N].
 //
 // _rows, for few tokens: each token reads the weight, or 2 or 4 tokens together (_rows2, _rows4), with the weight
-// unpacked once. Grid: tokens, or groups of them, along x, so that the threadgroups of one block of rows read it at
-// about the same time, from the cache; blocks of rows along y. WeightParams.split simdgroups share the work on a row.
-// _tiles, for many tokens: tiles of TileRows tokens by tile_weight_rows rows of the weight. Grid: one threadgroup per
-// tile, along x.
+// unpacked once. Grid: tokens, or 2 or 4 of them, along x, so that the threadgroups of one tile of rows read it at
+// about the same time, from the cache; tiles of rows along y. WeightParams.parts simdgroups divide the columns of a
+// row. _tiles, for many tokens: tiles of TileRows tokens by tile_weight_rows rows of the weight. Grid: one threadgroup
+// per tile, along x.
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
 using namespace metal;
@@ -24,21 +24,21 @@ template <typename T, typename Chunk>
                             constant LinearParams& params [[buffer(6)]], uint2 group [[threadgroup_position_in_grid]],
                             uint thread_index [[thread_index_in_threadgroup]],
                             uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float shares[most_shares<Chunk>()];
-  const uint token = group.x, split = params.weight.split, block_rows = rows_of_threadgroup<Chunk>(simdgroups, split);
+  threadgroup float partial[most_partial<Chunk>()];
+  const uint token = group.x, parts = params.weight.parts, tile_rows = rows_of_threadgroup<Chunk>(simdgroups, parts);
   if (token >= params.T) return;
-  const Place place = place_of<Chunk>(thread_index, split);
-  const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
-  ChunkRows<typename Chunk::At> rows = {};
-  for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
+  const Position position = position_of<Chunk>(thread_index, parts);
+  const uint begin = group.y * tile_rows, first = begin + position.tile * kDotRows;
+  DotRows<typename Chunk::At> rows = {};
+  for (uint r = 0; r < kDotRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
   if (first < params.N) {
     add_rows<Chunk>(rows, x + ulong(token) * params.H, of_expert(weight, scale, offset, 0, params.weight),
-                    params.weight, params.H, place, split);
+                    params.weight, params.H, position, parts);
   }
-  share_sums<Chunk>(rows, shares, thread_index);
-  const uint n = block + thread_index;
-  if (thread_index >= block_rows || n >= params.N) return;
-  float value = shared_sum<Chunk>(shares, thread_index / kChunkRows, split, thread_index % kChunkRows);
+  store_partial<Chunk>(rows, partial, thread_index);
+  const uint n = begin + thread_index;
+  if (thread_index >= tile_rows || n >= params.N) return;
+  float value = sum_of_parts<Chunk>(partial, thread_index / kDotRows, parts, thread_index % kDotRows);
   if (params.bias != ParameterType::absent) value += load(bias, n, params.bias);
   output[ulong(token) * params.N + n] = T(value);
 }
@@ -53,32 +53,33 @@ template <typename T, typename Chunk, uint Tokens>
                                     uint2 group [[threadgroup_position_in_grid]],
                                     uint thread_index [[thread_index_in_threadgroup]],
                                     uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float shares[Tokens * most_shares<Chunk>()];
-  const uint token = group.x * Tokens, split = params.weight.split;
-  const uint block_rows = rows_of_threadgroup<Chunk>(simdgroups, split);
+  threadgroup float partial[Tokens * most_partial<Chunk>()];
+  const uint token = group.x * Tokens, parts = params.weight.parts;
+  const uint tile_rows = rows_of_threadgroup<Chunk>(simdgroups, parts);
   if (token >= params.T) return;
-  const Place place = place_of<Chunk>(thread_index, split);
-  const uint block = group.y * block_rows, first = block + place.team * kChunkRows;
-  ChunkRows<typename Chunk::At> rows = {};
-  for (uint r = 0; r < kChunkRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
+  const Position position = position_of<Chunk>(thread_index, parts);
+  const uint begin = group.y * tile_rows, first = begin + position.tile * kDotRows;
+  DotRows<typename Chunk::At> rows = {};
+  for (uint r = 0; r < kDotRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
   SeveralVectors<T, Tokens> tokens = {x, params.H, {}};
   for (uint t = 0; t < Tokens; ++t) tokens.row[t] = min(token + t, params.T - 1);  // the last one is repeated
   SeveralSums<Tokens> sums = {};
   if (first < params.N) {
     sums = several_sums<Chunk, Tokens>(rows, tokens, of_expert(weight, scale, offset, 0, params.weight), params.weight,
-                                       params.H, place, split);
+                                       params.H, position, parts);
   }
 #pragma unroll
-  for (uint t = 0; t < Tokens; ++t) share_sums<Chunk>(sums.of[t].at, shares + t * most_shares<Chunk>(), thread_index);
+  for (uint t = 0; t < Tokens; ++t)
+    store_partial<Chunk>(sums.of[t].at, partial + t * most_partial<Chunk>(), thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint t = thread_index / block_rows, row = thread_index % block_rows, n = block + row;
+  const uint t = thread_index / tile_rows, row = thread_index % tile_rows, n = begin + row;
   if (t >= Tokens || token + t >= params.T || n >= params.N) return;
-  float value = shared_sum<Chunk>(shares + t * most_shares<Chunk>(), row / kChunkRows, split, row % kChunkRows);
+  float value = sum_of_parts<Chunk>(partial + t * most_partial<Chunk>(), row / kDotRows, parts, row % kDotRows);
   if (params.bias != ParameterType::absent) value += load(bias, n, params.bias);
   output[ulong(token + t) * params.N + n] = T(value);
 }
 
-// A band of tiles of tokens goes through all blocks of rows together and shares weights in the cache.
+// `tiles_per_band` tiles of tokens go through all tiles of rows together, so that these are read from the cache.
 template <typename T, typename Reader, uint TileRows>
 [[kernel]] void linear_tiles(device const T* x [[buffer(0)]], device const typename Reader::Data* weight [[buffer(1)]],
                              device const uchar* scale [[buffer(2)]], device const uchar* offset [[buffer(3)]],
@@ -87,14 +88,14 @@ template <typename T, typename Reader, uint TileRows>
                              uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup uint4 memory[TileRows * Reader::stride * sizeof(T) / sizeof(uint4)];
   threadgroup uint rows[TileRows];
-  constexpr uint across = tile_matrices(TileRows), block = tile_weight_rows(TileRows);
-  const uint blocks = (params.N + block - 1) / block, band = params.tiles_per_band;
-  const uint token = (group / (band * blocks) * band + group % band) * TileRows;
-  if (token >= params.T) return;  // the last band may have fewer tiles
+  constexpr uint across = tile_fragments(TileRows), weight_rows = tile_weight_rows(TileRows);
+  const uint weight_tiles = (params.N + weight_rows - 1) / weight_rows, together = params.tiles_per_band;
+  const uint token = (group / (together * weight_tiles) * together + group % together) * TileRows;
+  if (token >= params.T) return;  // the last ones may be fewer
   const uint count = min(TileRows, params.T - token);
   for (uint j = thread_index; j < count; j += kTileThreads) rows[j] = token + j;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint first = group / band % blocks * block + first_of_lane<block>(thread_index);
+  const uint first = group / together % weight_tiles * weight_rows + first_of_lane<weight_rows>(thread_index);
   RowNumbers<across> numbers;
   for (uint n = 0; n < across; ++n) numbers.at[n] = min(first + n, params.N - 1);
   Products<TileRows> products;
@@ -103,7 +104,7 @@ template <typename T, typename Reader, uint TileRows>
                                   thread_index);
   Floats<across> biases;
   load_biases(bias, 0, numbers, params.bias, biases);
-  const uint column = matrix_place(thread_index % 32).column;
+  const uint column = fragment_element(thread_index % 32).column;
 #pragma unroll
   for (uint i = 0; i < 2 * products.down; ++i) {
     const uint j = i / 2 * 8 + column + i % 2;

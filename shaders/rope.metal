@@ -3,8 +3,8 @@
 // q [B, T, A, D], k [B, T, J, D] and cos, sin [B, T, R] have any strides; output q [B, A, T, D] and k [B, J, T, D];
 // norm weights [D], or [A, D] and [J, D] for a norm over all heads of a token, or absent.
 // A simdgroup computes one head of a token. For a norm over all heads, each simdgroup sums over all of them: a few
-// loads per lane, from the cache, instead of a second kernel. Grid: kRopeSimdgroups items per threadgroup, along x; an
-// item is a head of a token: all heads of q, then all of k.
+// loads per lane, from the cache, instead of a second kernel. Grid: kRopeSimdgroups heads of tokens per threadgroup,
+// along x: for each token all heads of q, then all of k.
 #include <metal_stdlib>
 using namespace metal;
 

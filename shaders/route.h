@@ -102,7 +102,7 @@ float group_value(thread const uint* keys, uint lane, uint first, uint last, Gro
 template <uint N>
 void keep_best_groups(thread const uint* choice, thread uint* keys, uint lane, RoutingParams params) {
   const uint size = params.experts / params.n_group;
-  uint groups[N];  // group g is in the place of expert g
+  uint groups[N];  // group g is at the index of expert g
 #pragma clang loop unroll(full)
   for (uint n = 0; n < N; ++n) groups[n] = kNothing;
   for (uint group = 0; group < uint(params.n_group); ++group) {
@@ -196,7 +196,7 @@ void route_token(thread const float* logits, device const T* select_bias, device
       if (scale_first) chosen.weight *= expert_scale(per_expert_scale, chosen.expert, params);
       total += chosen.weight;
       ids[first + lane] = int(chosen.expert);
-      if (first < last) weights[first + lane] = chosen.weight;  // the last block stays in registers
+      if (first < last) weights[first + lane] = chosen.weight;  // the last 32 stay in registers
     }
   }
   total = simd_sum(total);

@@ -1,4 +1,4 @@
-// The rows of weights of a threadgroup, up to 64.
+// The rows of weights of a threadgroup, up to 64, for lanes across the rows.
 #pragma once
 #include "weights.h"
 

@@ -7,15 +7,15 @@ namespace moe_metal {
 // ------------------------------------------------------------------------------------------ loads and stores
 
 template <typename T>
-float4 load4_wide(device const T* at) {
+float4 load4_aligned(device const T* at) {
   const vec<T, 4> v = *reinterpret_cast<device const vec<T, 4>*>(at);
   return float4(float(v.x), float(v.y), float(v.z), float(v.w));
 }
 
 // Elements i to i + 3 of a row, as float. Past the end of the row they are 0.
-template <bool wide, typename T>
+template <bool aligned, typename T>
 float4 load4(device const T* row, uint i, uint length) {
-  if (wide) return load4_wide(row + i);
+  if (aligned) return load4_aligned(row + i);
   float4 v = 0;
   for (uint n = 0; n < 4; ++n) {
     if (i + n < length) v[n] = float(row[i + n]);
@@ -24,17 +24,17 @@ float4 load4(device const T* row, uint i, uint length) {
 }
 template <typename T>
 float4 load4(device const T* row, uint i, RowShape shape) {
-  return shape.wide ? load4<true>(row, i, shape.length) : load4<false>(row, i, shape.length);
+  return shape.aligned ? load4<true>(row, i, shape.length) : load4<false>(row, i, shape.length);
 }
 
 // Rounds four results.
 template <typename T>
-void store4_wide(device T* at, float4 v) {
+void store4_aligned(device T* at, float4 v) {
   *reinterpret_cast<device vec<T, 4>*>(at) = vec<T, 4>(T(v.x), T(v.y), T(v.z), T(v.w));
 }
 template <typename T>
 void store4(device T* row, uint i, float4 v, RowShape shape) {
-  if (shape.wide) return store4_wide(row + i, v);
+  if (shape.aligned) return store4_aligned(row + i, v);
   for (uint n = 0; n < 4; ++n) {
     if (i + n < shape.length) row[i + n] = T(v[n]);
   }
@@ -59,9 +59,9 @@ float4 load_scalar(device const T* scalar, uint i, ResidualNormParams params) {
   return load4(scalar, i, params.row, params.scalar);
 }
 
-// The first element of a thread if a row is cut into one block per threadgroup.
-inline uint first_element(uint block, uint thread_index, uint simdgroups) {
-  return 4 * (block * simdgroups * kSimdgroup + thread_index);
+// The first element of a thread if several threadgroups divide a row; `index` is that of the threadgroup.
+inline uint first_element(uint index, uint thread_index, uint simdgroups) {
+  return 4 * (index * simdgroups * kSimdgroup + thread_index);
 }
 
 // ------------------------------------------------------------------------------------------ sums over a threadgroup
@@ -114,14 +114,14 @@ void walk_row(thread const Row& row, uint thread_index, uint simdgroups, threadg
   for (uint i = rest; i < length; i += step) row.write(i, row.value(i), inv_rms);
 }
 
-// `wide` is a constant in each branch, so that there is no branch at every load.
+// `aligned` is a constant in each branch, so that there is no branch at every load.
 template <class Row>
 void norm_row(Row row, uint thread_index, uint simdgroups, threadgroup float2* partial) {
-  if (row.params.row.wide) {
-    row.params.row.wide = 1;
+  if (row.params.row.aligned) {
+    row.params.row.aligned = 1;
     walk_row(row, thread_index, simdgroups, partial);
   } else {
-    row.params.row.wide = 0;
+    row.params.row.aligned = 0;
     walk_row(row, thread_index, simdgroups, partial);
   }
 }

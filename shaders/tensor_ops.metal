@@ -8,7 +8,7 @@
 // once. Packed weights are rounded to T before they are multiplied. With `tiles` (experts_slots.metal) the rows are
 // sorted by expert; without, all rows are multiplied by the same weight.
 //
-// Grid: bands of tiles of rows by blocks of kUnitRows rows of weights, along x, as in experts_prefill.metal.
+// Grid: tiles of rows by tiles of kProductRows rows of weights, along x, in the order of experts_prefill.metal.
 //
 // matmul2d only reads tensors in memory, and its sums are stored to threadgroup memory: the layout of tensors in
 // registers is not specified by Apple and has changed between compilers. Sums are set to zero and accumulated, since
@@ -46,17 +46,17 @@ DeviceTensor<T> device_tensor(device const T* first, uint columns, uint rows, ui
                          array<int32_t, 2>{1, int(stride)});
 }
 
-// The work of a threadgroup: rows [first, first + count) of x, and a block of the expert's weight rows.
-struct UnitTile {
-  uint expert, first, count, block;
+// The work of a threadgroup: rows [first, first + count) of x, and one tile of the expert's weight rows.
+struct ProductTile {
+  uint expert, first, count, weight_tile;
 };
 
 template <uint TileRows>
-UnitTile unit_tile(device const int4* tiles, uint group, constant ProductParams& params) {
-  const uint blocks = (params.N + kUnitRows - 1) / kUnitRows;
-  const uint at = group / (params.tiles_per_band * blocks) * params.tiles_per_band + group % params.tiles_per_band;
-  UnitTile tile = {};
-  tile.block = group / params.tiles_per_band % blocks;
+ProductTile product_tile(device const int4* tiles, uint group, constant ProductParams& params) {
+  const uint weight_tiles = (params.N + kProductRows - 1) / kProductRows, together = params.tiles_per_band;
+  const uint at = group / (together * weight_tiles) * together + group % together;
+  ProductTile tile = {};
+  tile.weight_tile = group / together % weight_tiles;
   tile.first = at * TileRows;
   if (params.tiles == 0) {
     tile.count = tile.first < params.rows ? min(TileRows, params.rows - tile.first) : 0;
@@ -73,68 +73,69 @@ UnitTile unit_tile(device const int4* tiles, uint group, constant ProductParams&
 
 // Dense and packed weights as operands of matmul2d:
 //   Data, Operand   the element type of their buffer; the type of the operand
-//   columns         of one matmul2d run
-//   multiply        sums += x * weights^T, for rows [first, first + kUnitRows) of the weights
+//   columns         of one matmul2d
+//   multiply        sums += x * weights^T, for rows [first, first + kProductRows) of the weights
 
-// Dense rows are read in place, in a single run over all columns.
+// Dense rows are read where they are, by a single matmul2d over all columns.
 template <typename T>
-struct DenseUnits {
+struct DenseOperand {
   using Data = T;
   using Operand = DeviceTensor<T>;
   enum : int { columns = int(dynamic_extent) };
   enum : uint { bytes = 0 };
 
   template <uint, typename Multiply, typename Sums>
-  static void multiply(thread Multiply& run, thread Sums& sums, threadgroup uint4*, device const T* x, uint count,
+  static void multiply(thread Multiply& product, thread Sums& sums, threadgroup uint4*, device const T* x, uint count,
                        Weights<T> weights, uint first, constant ProductParams& params, uint) {
     DeviceTensor<T> left = device_tensor(x, params.columns, count, params.columns);
-    DeviceTensor<T> right = device_tensor(weights.data + row_place(params.weight, first), params.columns,
-                                          min(kUnitRows, params.N - first), uint(params.weight.row));
-    run.run(left, right, sums);
+    DeviceTensor<T> right = device_tensor(weights.data + row_offset(params.weight, first), params.columns,
+                                          min(kProductRows, params.N - first), uint(params.weight.row));
+    product.run(left, right, sums);
   }
 };
 
-// Packed rows are unpacked to threadgroup memory, kUnitColumns columns of them for each run. `Reader` is a PackedTile.
+// Packed rows are unpacked to threadgroup memory, kProductColumns columns of them for each matmul2d. `Reader` is a
+// PackedTile.
 template <typename T, typename Reader>
-struct PackedUnits {
+struct PackedOperand {
   using Data = uchar;
   using Operand = ThreadgroupTensor<T>;
-  enum : int { columns = kUnitColumns };
+  enum : int { columns = kProductColumns };
   enum : uint {
-    bytes = kUnitRows * kUnitColumns * sizeof(T),
-    runs = kUnitColumns / kRun  // pieces of a row that the threads share
+    bytes = kProductRows * kProductColumns * sizeof(T),
+    chunks = kProductColumns / kChunk  // of a row; the threads divide them
   };
 
   template <uint Threads, typename Multiply, typename Sums>
-  static void multiply(thread Multiply& run, thread Sums& sums, threadgroup uint4* memory, device const T* x,
+  static void multiply(thread Multiply& product, thread Sums& sums, threadgroup uint4* memory, device const T* x,
                        uint count, Weights<uchar> weights, uint first, constant ProductParams& params,
                        uint thread_index) {
-    constexpr uint turns = kUnitRows * runs / Threads;
+    constexpr uint loads = kProductRows * chunks / Threads;
     threadgroup T* unpacked = reinterpret_cast<threadgroup T*>(memory);
-    ThreadgroupTensor<T> right(unpacked, dextents<int32_t, 2>(int(kUnitColumns), int(kUnitRows)),
-                               array<int32_t, 2>{1, int(kUnitColumns)});
-    for (uint column = 0; column < params.columns; column += kUnitColumns) {
-      typename Reader::Piece pieces[turns];
+    ThreadgroupTensor<T> right(unpacked, dextents<int32_t, 2>(int(kProductColumns), int(kProductRows)),
+                               array<int32_t, 2>{1, int(kProductColumns)});
+    for (uint column = 0; column < params.columns; column += kProductColumns) {
+      typename Reader::Chunk loaded[loads];
 #pragma unroll
-      for (uint t = 0; t < turns; ++t) {
-        const uint place = thread_index + t * Threads, row = min(first + place / runs, params.N - 1);
+      for (uint t = 0; t < loads; ++t) {
+        const uint chunk = thread_index + t * Threads, row = min(first + chunk / chunks, params.N - 1);
         Reader::template load<true>(Reader::row(weights, params.weight, row), params.weight,
-                                    column + place % runs * kRun, params.columns, pieces[t]);
+                                    column + chunk % chunks * kChunk, params.columns, loaded[t]);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous run has read the memory
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous matmul2d has read the memory
 #pragma unroll
-      for (uint t = 0; t < turns; ++t) unpack(pieces[t], unpacked + (thread_index + t * Threads) * kRun);
+      for (uint t = 0; t < loads; ++t) unpack(loaded[t], unpacked + (thread_index + t * Threads) * kChunk);
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      DeviceTensor<T> left = device_tensor(x + column, kUnitColumns, count, params.columns);
-      run.run(left, right, sums);
+      DeviceTensor<T> left = device_tensor(x + column, kProductColumns, count, params.columns);
+      product.run(left, right, sums);
     }
   }
 
-  static void unpack(thread const typename Reader::Piece& piece, threadgroup T* to) {
+  static void unpack(thread const typename Reader::Chunk& chunk, threadgroup T* to) {
 #pragma unroll
-    for (uint i = 0; i < kRun; i += 8) {
+    for (uint i = 0; i < kChunk; i += 8) {
       Vectors<2> values;
-      Reader::template eight<true>(piece, i, values);
+      Reader::template eight<true>(chunk, i, values);
 #pragma unroll
       for (uint n = 0; n < 2; ++n) {
         const float4 v = values.at[n] * float(Reader::factor);
@@ -146,40 +147,40 @@ struct PackedUnits {
 
 // ------------------------------------------------------------------------------------------ the product
 
-template <typename T, typename Units, uint TileRows>
+template <typename T, typename Weight, uint TileRows>
 [[kernel]] void tensor_products(device const T* x [[buffer(0)]], device const int4* tiles [[buffer(1)]],
-                                device const typename Units::Data* weight [[buffer(2)]],
+                                device const typename Weight::Data* weight [[buffer(2)]],
                                 device const uchar* scale [[buffer(3)]], device const uchar* offset [[buffer(4)]],
                                 device const T* bias [[buffer(5)]], device T* output [[buffer(6)]],
                                 constant ProductParams& params [[buffer(7)]],
                                 uint group [[threadgroup_position_in_grid]],
                                 uint thread_index [[thread_index_in_threadgroup]]) {
-  constexpr uint sums_bytes = TileRows * kUnitRows * sizeof(float), threads = 32 * unit_simdgroups(TileRows);
-  threadgroup uint4 memory[(sums_bytes > uint(Units::bytes) ? sums_bytes : uint(Units::bytes)) / sizeof(uint4)];
-  const UnitTile tile = unit_tile<TileRows>(tiles, group, params);
+  constexpr uint sums_bytes = TileRows * kProductRows * sizeof(float), threads = 32 * product_simdgroups(TileRows);
+  threadgroup uint4 memory[(sums_bytes > uint(Weight::bytes) ? sums_bytes : uint(Weight::bytes)) / sizeof(uint4)];
+  const ProductTile tile = product_tile<TileRows>(tiles, group, params);
   if (tile.count == 0) return;
-  constexpr auto descriptor = matmul2d_descriptor(TileRows, kUnitRows, Units::columns, false, true, false,
+  constexpr auto descriptor = matmul2d_descriptor(TileRows, kProductRows, Weight::columns, false, true, false,
                                                   matmul2d_descriptor::mode::multiply_accumulate);
-  matmul2d<descriptor, execution_simdgroups<unit_simdgroups(TileRows)>> run;
-  auto sums = run.template get_destination_cooperative_tensor<DeviceTensor<T>, typename Units::Operand, float>();
+  matmul2d<descriptor, execution_simdgroups<product_simdgroups(TileRows)>> product;
+  auto sums = product.template get_destination_cooperative_tensor<DeviceTensor<T>, typename Weight::Operand, float>();
   for (ushort i = 0; i < sums.get_capacity(); ++i) {
     if (sums.is_valid_element(i)) sums[i] = 0;
   }
-  const uint first = tile.block * kUnitRows;
-  Units::template multiply<threads>(run, sums, memory, x + ulong(tile.first) * params.columns, tile.count,
-                                    of_expert(weight, scale, offset, tile.expert, params.weight), first, params,
-                                    thread_index);
+  const uint first = tile.weight_tile * kProductRows;
+  Weight::template multiply<threads>(product, sums, memory, x + ulong(tile.first) * params.columns, tile.count,
+                                     of_expert(weight, scale, offset, tile.expert, params.weight), first, params,
+                                     thread_index);
   threadgroup float* results = reinterpret_cast<threadgroup float*>(memory);
-  ThreadgroupTensor<float> stored(results, dextents<int32_t, 2>(int(kUnitRows), int(TileRows)),
-                                  array<int32_t, 2>{1, int(kUnitRows)});
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // until the last run has read the memory
+  ThreadgroupTensor<float> stored(results, dextents<int32_t, 2>(int(kProductRows), int(TileRows)),
+                                  array<int32_t, 2>{1, int(kProductRows)});
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // until the last matmul2d has read the memory
   sums.store(stored);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = thread_index; i < tile.count * kUnitRows; i += threads) {
-    const uint n = first + i % kUnitRows;
+  for (uint i = thread_index; i < tile.count * kProductRows; i += threads) {
+    const uint n = first + i % kProductRows;
     if (n >= params.N) continue;
     const float added = params.bias == ParameterType::absent ? 0 : load(bias, n, params.bias);
-    output[ulong(tile.first + i / kUnitRows) * params.N + n] = T(results[i] + added);
+    output[ulong(tile.first + i / kProductRows) * params.N + n] = T(results[i] + added);
   }
 }
 
@@ -187,13 +188,13 @@ template <typename T, typename Units, uint TileRows>
 
 // clang-format off
 #ifndef MOE_METAL_FORMAT
-#define units(dtype) moe_metal::DenseUnits<dtype>
+#define operand(dtype) moe_metal::DenseOperand<dtype>
 #else
-#define units(dtype) moe_metal::PackedUnits<dtype, wide_tile(dtype)>
+#define operand(dtype) moe_metal::PackedOperand<dtype, wide_tile(dtype)>
 #endif
 #define instantiate_products(dtype, rows)                                    \
   instantiate_kernel("tensor_products" #rows weights_suffix "_" #dtype, \
-                     moe_metal::tensor_products<dtype, units(dtype), rows>)
+                     moe_metal::tensor_products<dtype, operand(dtype), rows>)
 #if in_part(tiles16)
 if_half(instantiate_products(half, 16))
 if_bfloat(instantiate_products(bfloat, 16))

@@ -2,24 +2,23 @@
 // which it copies to threadgroup memory unchanged. Each of its simdgroups has different rows of weights, which go
 // directly from device memory to the registers of the lanes that multiply them.
 //
-// Operands are converted to float when matrices are filled: float represents every half, bfloat and packed value, sums
+// Operands are converted to float when fragments are filled: float represents every half, bfloat and packed value, sums
 // are float anyway, M1 and M2 have no bfloat arithmetic, and simdgroup matrices of float multiply about as fast as
 // those of half on GPUs before M5.
 //
-// A product is weights * tile^T, in 8 x 8 matrices (matrices.h). The order of sums does not matter, so columns may be
-// assigned to matrices freely, as long as both factors agree. Each of the four lanes of a row of weights has two times
-// 8 columns:
+// A product is weights * tile^T, in fragments of 8 x 8 (matrices.h). The order of summed columns is free if both
+// factors use the same one. Each of the four lanes of a row of weights has a chunk of two times 8 columns:
 //
-//   A step has 8 matrices: 4 for each half h (0 or 1) of the lanes' columns. With the reader's `lane` and `second`, the
-//   columns of lane q (0 to 3) in half h begin at c = lane q + second h. In the i-th matrix of a half, column 2 q is
-//   column c + i of the weights, and column 2 q + 1 is column c + 4 + i.
-//   So row r of the other factor is column lane (r / 2) + second h + 4 (r % 2) + i of the tile: four neighbours for all
-//   i, which take one load.
+//   A step has 8 fragments: 4 for each half h (0 or 1) of the lanes' chunks. With the reader's `lane` and `second`, the
+//   columns of lane q (0 to 3) in half h begin at c = lane * q + second * h. In fragment i of a half, column 2 * q is
+//   column c + i of the weights, and column 2 * q + 1 is column c + 4 + i.
+//   So row r of the other factor is column lane * (r / 2) + second * h + 4 * (r % 2) + i of the tile. For all i these
+//   are four neighbours, which take one load.
 //
 // For packed weights, a lane's 16 columns are neighbours, which take one load. Dense weights are loaded in halves, and
 // the halves of all lanes are contiguous: 64 or 128 bytes, which are completely used. If a lane had 16 neighbours, each
-// cache line would be needed again after the products of a half, but the L1 cache of M1 and M2 (8 KB) is too small to
-// keep it that long.
+// cache line would be needed again after the products of a half. The L1 cache of M1 and M2 (8 KB) is too small to keep
+// it that long.
 #pragma once
 #include "matrices.h"
 #include "rows.h"
@@ -27,13 +26,13 @@
 
 namespace moe_metal {
 
-MOE_METAL_CONSTANT uint kRun = kNarrowColumns;  // columns of a row that a lane has in a step
-MOE_METAL_CONSTANT uint kDepth = 4 * kRun;      // of a step
+MOE_METAL_CONSTANT uint kChunk = kNarrowColumns;  // columns of a row that a lane has in a step
+MOE_METAL_CONSTANT uint kDepth = 4 * kChunk;      // columns of a step
 
-// A lane's sums: at[m][n] are for its n-th row of weights with rows 8 m + column and 8 m + column + 1 of the tile.
+// A lane's sums: at[m][n] are for its n-th row of weights with rows 8 * m + column and 8 * m + column + 1 of the tile.
 template <uint TileRows>
 struct Products {
-  enum : uint { down = TileRows / 8, across = tile_matrices(TileRows) };
+  enum : uint { down = TileRows / 8, across = tile_fragments(TileRows) };
   float2 at[down][across];
 };
 
@@ -46,7 +45,7 @@ struct RowNumbers {
 // ------------------------------------------------------------------------------------------ weights
 
 // Readers of a format's weights:
-//   Data, Row, Piece   the element type of the buffer; a pointer to a row; the loaded columns of a lane
+//   Data, Row, Chunk   the element type of the buffer; a pointer to a row; the loaded columns of a lane
 //   row                finds a row
 //   load               loads the columns of a row from `column` on; `whole`: all of them are within the row
 //   eight              elements i to i + 7 divided by `factor`; elements beyond the row's end are 0
@@ -61,41 +60,41 @@ struct WideTile {
   struct Row {
     device const T* at;
   };
-  struct Piece {
+  struct Chunk {
     device const T* row;
     uint column, length;
     uint4 first[loads];  // 8 elements; all 16 would take half of a thread's registers
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
-    row.at = weights.data + row_place(params, number);
+    row.at = weights.data + row_offset(params, number);
     return row;
   }
   template <bool whole>
-  static void load(Row row, constant WeightParams&, uint column, uint length, thread Piece& piece) {
-    piece.row = row.at;
-    piece.column = column;
-    piece.length = length;
-    load_eight<whole>(piece, column, piece.first);
+  static void load(Row row, constant WeightParams&, uint column, uint length, thread Chunk& chunk) {
+    chunk.row = row.at;
+    chunk.column = column;
+    chunk.length = length;
+    load_eight<whole>(chunk, column, chunk.first);
   }
   template <bool whole>
-  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
+  static void eight(thread const Chunk& chunk, uint i, thread Vectors<2>& values) {
     if (i == 0) {
-      to_floats<T>(piece.first, values);
+      to_floats<T>(chunk.first, values);
       return;
     }
     uint4 loaded[loads];
-    load_eight<whole>(piece, piece.column + second, loaded);
+    load_eight<whole>(chunk, chunk.column + second, loaded);
     to_floats<T>(loaded, values);
   }
   // A load beyond the end is moved to the end: with a branch it would wait for the loads before it.
   template <bool whole>
-  static void load_eight(thread const Piece& piece, uint column, thread uint4* loaded) {
+  static void load_eight(thread const Chunk& chunk, uint column, thread uint4* loaded) {
     constexpr uint elements = Wide<T>::elements;
     for (uint n = 0; n < loads; ++n) {
       const uint c = column + n * elements;
-      loaded[n] = *reinterpret_cast<device const uint4*>(piece.row + (whole ? c : min(c, piece.length - elements)));
-      if (!whole && c >= piece.length) loaded[n] = 0;
+      loaded[n] = *reinterpret_cast<device const uint4*>(chunk.row + (whole ? c : min(c, chunk.length - elements)));
+      if (!whole && c >= chunk.length) loaded[n] = 0;
     }
   }
 };
@@ -104,31 +103,31 @@ struct WideTile {
 template <typename T>
 struct AnyTile {
   using Data = T;
-  enum : uint { wide = 0, factor = 1, lane = kRun, second = 8, stride = kDepth + 4 };
+  enum : uint { wide = 0, factor = 1, lane = kChunk, second = 8, stride = kDepth + 4 };
   struct Row {
     device const T* at;
   };
-  struct Piece {
+  struct Chunk {
     device const T* at;  // the lane's first column
     long step;
     uint count;  // elements from there to the row's end
   };
   static Row row(Weights<T> weights, constant WeightParams& params, uint number) {
     Row row;
-    row.at = weights.data + row_place(params, number);
+    row.at = weights.data + row_offset(params, number);
     return row;
   }
   template <bool whole>
-  static void load(Row row, constant WeightParams& params, uint column, uint length, thread Piece& piece) {
-    piece.count = column < length ? length - column : 0;
-    piece.at = row.at + min(column, length - 1) * params.column;
-    piece.step = params.column;
+  static void load(Row row, constant WeightParams& params, uint column, uint length, thread Chunk& chunk) {
+    chunk.count = column < length ? length - column : 0;
+    chunk.at = row.at + min(column, length - 1) * params.column;
+    chunk.step = params.column;
   }
   template <bool whole>
-  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
+  static void eight(thread const Chunk& chunk, uint i, thread Vectors<2>& values) {
     for (uint n = 0; n < 8; ++n) {
-      const bool inside = whole || i + n < piece.count;
-      const float value = float(piece.at[inside ? (i + n) * piece.step : 0]);
+      const bool inside = whole || i + n < chunk.count;
+      const float value = float(chunk.at[inside ? (i + n) * chunk.step : 0]);
       values.at[n / 4][n % 4] = inside ? value : 0;
     }
   }
@@ -138,41 +137,41 @@ template <typename Codes, bool is_wide>
 struct PackedTile {
   using Data = uchar;
   using Row = PackedRow;
-  using Piece = PackedPiece<Codes>;
-  enum : uint { wide = is_wide, factor = Codes::factor, lane = kRun, second = 8, stride = kDepth + 4 };
+  using Chunk = LoadedChunk<Codes>;
+  enum : uint { wide = is_wide, factor = Codes::factor, lane = kChunk, second = 8, stride = kDepth + 4 };
   static Row row(Weights<uchar> weights, constant WeightParams& params, uint number) {
     return packed_row<Codes>(weights, params, number);
   }
   template <bool whole>
-  static void load(Row row, constant WeightParams& params, uint column, uint length, thread Piece& piece) {
-    const uint count = whole ? kRun : column < length ? length - column : 0;
-    load_piece(row, params, column, count, is_wide || params.layout == WeightLayout::rows_wide, piece);
+  static void load(Row row, constant WeightParams& params, uint column, uint length, thread Chunk& chunk) {
+    const uint count = whole ? kChunk : column < length ? length - column : 0;
+    load_chunk(row, params, column, count, is_wide || params.layout == WeightLayout::rows_wide, chunk);
     if (count == 0) return;
-    spread_nan(piece);
-    piece.offset *= 1 / float(factor);
+    spread_nan(chunk);
+    chunk.offset *= 1 / float(factor);
   }
   template <bool>
-  static void eight(thread const Piece& piece, uint i, thread Vectors<2>& values) {
-    piece_values<Codes, true>(piece, i, values);
+  static void eight(thread const Chunk& chunk, uint i, thread Vectors<2>& values) {
+    chunk_values<Codes, true>(chunk, i, values);
   }
 };
 
 // ------------------------------------------------------------------------------------------ the tile's rows
 
-// The part of a tile that a thread stages in each step: `turns` pieces of 16 bytes, from rows that are `between` apart.
+// What a thread stages of a tile in each step: `loads` times 16 bytes, from rows that are `between` apart.
 template <uint TileRows, typename A>
 struct Staged {
   enum : uint {
     elements = Wide<A>::elements,
     along = kDepth / elements,
     between = kTileThreads / along,
-    turns = (TileRows + between - 1) / between
+    loads = (TileRows + between - 1) / between
   };
-  device const A* from[turns];
-  uint4 pieces[turns];
+  device const A* from[loads];
+  uint4 loaded[loads];
 };
 
-// The number of rows with padding: rows of zeros complete the last matrix.
+// The number of rows with padding: rows of zeros complete the last fragment.
 inline uint filled(uint count) { return (count + 7) / 8 * 8; }
 
 template <uint TileRows, typename A>
@@ -180,40 +179,40 @@ void find_rows(thread Staged<TileRows, A>& staged, device const A* matrix, threa
                uint length, uint thread_index) {
   using S = Staged<TileRows, A>;
 #pragma unroll
-  for (uint t = 0; t < S::turns; ++t) {
+  for (uint t = 0; t < S::loads; ++t) {
     const uint j = min(thread_index / S::along + t * S::between, count - 1);
     staged.from[t] = matrix + ulong(rows[j]) * length;
-    staged.pieces[t] = 0;
+    staged.loaded[t] = 0;
   }
 }
 
-// Loads pieces to registers, together with the weights, before the barrier after which they are stored.
+// Loads to registers, together with the weights, before the barrier after which the rows are stored.
 template <bool whole, uint TileRows, typename A>
 void load_rows(thread Staged<TileRows, A>& staged, uint count, uint column, uint length, uint thread_index) {
   using S = Staged<TileRows, A>;
   const uint c = column + thread_index % S::along * S::elements;
 #pragma unroll
-  for (uint t = 0; t < S::turns; ++t) {
+  for (uint t = 0; t < S::loads; ++t) {
     if (thread_index / S::along + t * S::between >= count) continue;
     const uint at = whole ? c : min(c, length - S::elements);
-    const uint4 piece = *reinterpret_cast<device const uint4*>(staged.from[t] + at);
-    staged.pieces[t] = whole || c < length ? piece : uint4(0);
+    const uint4 bits = *reinterpret_cast<device const uint4*>(staged.from[t] + at);
+    staged.loaded[t] = whole || c < length ? bits : uint4(0);
   }
 }
 template <uint stride, uint TileRows, typename A>
 void store_rows(threadgroup A* memory, thread const Staged<TileRows, A>& staged, uint count, uint thread_index) {
   using S = Staged<TileRows, A>;
 #pragma unroll
-  for (uint t = 0; t < S::turns; ++t) {
+  for (uint t = 0; t < S::loads; ++t) {
     const uint j = thread_index / S::along + t * S::between;
     if (j >= filled(count)) continue;
     threadgroup A* to = memory + j * stride + thread_index % S::along * S::elements;
     if (stride * sizeof(A) % 16 == 0) {
-      *reinterpret_cast<threadgroup uint4*>(to) = staged.pieces[t];
+      *reinterpret_cast<threadgroup uint4*>(to) = staged.loaded[t];
       continue;
     }
-    reinterpret_cast<threadgroup uint2*>(to)[0] = staged.pieces[t].xy;  // rows are aligned to 8 bytes
-    reinterpret_cast<threadgroup uint2*>(to)[1] = staged.pieces[t].zw;
+    reinterpret_cast<threadgroup uint2*>(to)[0] = staged.loaded[t].xy;  // rows are aligned to 8 bytes
+    reinterpret_cast<threadgroup uint2*>(to)[1] = staged.loaded[t].zw;
   }
 }
 
@@ -224,7 +223,7 @@ void stage_any_rows(threadgroup A* memory, thread const Staged<TileRows, A>& sta
   using S = Staged<TileRows, A>;
   const uint first = thread_index % S::along * S::elements;
 #pragma unroll
-  for (uint t = 0; t < S::turns; ++t) {
+  for (uint t = 0; t < S::loads; ++t) {
     const uint j = thread_index / S::along + t * S::between;
     if (j >= filled(count)) continue;
     for (uint c = first; c < first + S::elements; ++c) {
@@ -242,18 +241,18 @@ float4 staged_four(threadgroup A* at) {
 
 // ------------------------------------------------------------------------------------------ the product
 
-// products += weights * tile, over a step's columns. Matrices without rows of the tile are skipped.
+// products += weights * tile, over a step's columns. Fragments without rows of the tile are skipped.
 template <bool whole, typename Reader, uint TileRows, typename A>
 void add_products(thread Products<TileRows>& products, threadgroup A* memory, uint count,
-                  thread const typename Reader::Piece* pieces, MatrixPlace place) {
+                  thread const typename Reader::Chunk* chunks, FragmentElement element) {
   using P = Products<TileRows>;
   constexpr uint stride = Reader::stride;
-  threadgroup A* rows = memory + place.column * stride + place.row / 2 * Reader::lane + place.row % 2 * 4;
+  threadgroup A* rows = memory + element.column * stride + element.row / 2 * Reader::lane + element.row % 2 * 4;
 #pragma unroll
   for (uint h = 0; h < 2; ++h) {
     Vectors<2> weights[P::across];
 #pragma unroll
-    for (uint n = 0; n < P::across; ++n) Reader::template eight<whole>(pieces[n], 8 * h, weights[n]);
+    for (uint n = 0; n < P::across; ++n) Reader::template eight<whole>(chunks[n], 8 * h, weights[n]);
 #pragma unroll
     for (uint m = 0; m < P::down; ++m) {
       if (8 * m >= count) continue;
@@ -273,13 +272,13 @@ void add_products(thread Products<TileRows>& products, threadgroup A* memory, ui
 template <bool whole, typename Reader, uint TileRows, typename A>
 void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& staged, threadgroup A* memory, bool wide,
           uint count, thread const typename Reader::Row* weights, constant WeightParams& params, uint column,
-          uint length, MatrixPlace place, uint thread_index) {
+          uint length, FragmentElement element, uint thread_index) {
   constexpr uint across = Products<TileRows>::across;
-  typename Reader::Piece pieces[across];
+  typename Reader::Chunk chunks[across];
   if (wide) load_rows<whole>(staged, count, column, length, thread_index);
 #pragma unroll
   for (uint n = 0; n < across; ++n) {
-    Reader::template load<whole>(weights[n], params, column + place.column / 2 * Reader::lane, length, pieces[n]);
+    Reader::template load<whole>(weights[n], params, column + element.column / 2 * Reader::lane, length, chunks[n]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (wide) {
@@ -288,7 +287,7 @@ void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& stage
     stage_any_rows<Reader::stride>(memory, staged, count, column, length, thread_index);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  add_products<whole, Reader>(products, memory, count, pieces, place);
+  add_products<whole, Reader>(products, memory, count, chunks, element);
 }
 
 // The products of a lane's rows of weights with the rows of the tile, which are the `count` rows rows[j] of the matrix.
@@ -296,10 +295,10 @@ void step(thread Products<TileRows>& products, thread Staged<TileRows, A>& stage
 template <uint TileRows, typename Reader, typename A>
 void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memory, device const A* matrix,
                    threadgroup const uint* rows, uint count, bool wide, Weights<typename Reader::Data> weights,
-                   constant WeightParams& params, thread const RowNumbers<tile_matrices(TileRows)>& numbers,
+                   constant WeightParams& params, thread const RowNumbers<tile_fragments(TileRows)>& numbers,
                    uint length, uint thread_index) {
   constexpr uint across = Products<TileRows>::across;
-  const MatrixPlace place = matrix_place(thread_index % 32);
+  const FragmentElement element = fragment_element(thread_index % 32);
   threadgroup A* tile = reinterpret_cast<threadgroup A*>(memory);
   Staged<TileRows, A> staged;
   find_rows(staged, matrix, rows, count, length, thread_index);
@@ -311,10 +310,11 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memor
   for (uint i = 0; i < products.down * across; ++i) products.at[i / across][i % across] = 0;
   uint column = 0;
   for (; column + kDepth <= length; column += kDepth) {
-    step<true, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, place, thread_index);
+    step<true, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, element, thread_index);
   }
   if (column < length) {
-    step<false, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, place, thread_index);
+    step<false, Reader>(products, staged, tile, wide, count, weight_rows, params, column, length, element,
+                        thread_index);
   }
   if (Reader::factor == 1) return;
 #pragma unroll
@@ -327,7 +327,7 @@ void multiply_tile(thread Products<TileRows>& products, threadgroup uint4* memor
 template <uint count>
 uint first_of_lane(uint thread_index) {
   constexpr uint of_simdgroup = count / kTileSimdgroups;
-  return thread_index / 32 * of_simdgroup + matrix_place(thread_index % 32).row * (of_simdgroup / 8);
+  return thread_index / 32 * of_simdgroup + fragment_element(thread_index % 32).row * (of_simdgroup / 8);
 }
 
 // Loads the biases of rows, or 0.

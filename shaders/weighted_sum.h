@@ -4,7 +4,8 @@
 
 namespace moe_metal {
 
-// The slots of one token. `wide` is a template parameter of the loop over K, so there is no branch between its loads.
+// The slots of one token. `aligned` is a template parameter of the loop over K, so there is no branch between its
+// loads.
 template <typename T>
 struct Slots {
   device const T* slots;    // [K, H]
@@ -22,31 +23,32 @@ struct Slots {
         weights_type(params.weights) {}
 
   // Elements i to i + 3 of the sum.
-  float4 sum(uint i, bool wide) const thread {
+  float4 sum(uint i, bool aligned) const thread {
     device const float* as_float = reinterpret_cast<device const float*>(weights);
-    if (weights_type == ParameterType::float32) return wide ? add<true>(i, as_float) : add<false>(i, as_float);
-    return wide ? add<true>(i, weights) : add<false>(i, weights);
+    if (weights_type == ParameterType::float32) return aligned ? add<true>(i, as_float) : add<false>(i, as_float);
+    return aligned ? add<true>(i, weights) : add<false>(i, weights);
   }
 
  private:
-  template <bool wide, typename W>
+  template <bool aligned, typename W>
   float4 add(uint i, device const W* w) const thread {
     float4 total = 0;
     uint k = 0;
     for (; k + 4 <= top_k; k += 4) {  // four loads at a time
-      const float4 a = slot<wide>(k, i), b = slot<wide>(k + 1, i), c = slot<wide>(k + 2, i), d = slot<wide>(k + 3, i);
+      const float4 a = slot<aligned>(k, i), b = slot<aligned>(k + 1, i), c = slot<aligned>(k + 2, i),
+                   d = slot<aligned>(k + 3, i);
       total += float(w[first + k]) * a;
       total += float(w[first + k + 1]) * b;
       total += float(w[first + k + 2]) * c;
       total += float(w[first + k + 3]) * d;
     }
-    for (; k < top_k; ++k) total += float(w[first + k]) * slot<wide>(k, i);
+    for (; k < top_k; ++k) total += float(w[first + k]) * slot<aligned>(k, i);
     return total;
   }
 
-  template <bool wide>
+  template <bool aligned>
   float4 slot(uint k, uint i) const thread {
-    return load4<wide>(slots + ulong(k) * length, i, length);
+    return load4<aligned>(slots + ulong(k) * length, i, length);
   }
 };
 

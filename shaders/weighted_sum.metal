@@ -1,7 +1,7 @@
 // output = sum_k weights * slots + sigmoid(shared_gate) * shared + residual
 //
 // slots [T, K, H]; weights [T, K]; shared, residual [T, H] and shared_gate [T], or absent; output [T, H].
-// Grid: tokens along x, blocks of H along y; each thread has four elements.
+// Grid: tokens along x, parts of H along y; each thread has four elements.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -21,7 +21,7 @@ template <typename T>
   const uint i = first_element(group.y, thread_index, simdgroups);
   if (group.x >= params.row.count || i >= params.row.length) return;
   const ulong token = group.x, row = token * params.row.length;
-  float4 total = Slots<T>(slots, weights, token, params).sum(i, params.row.wide);
+  float4 total = Slots<T>(slots, weights, token, params).sum(i, params.row.aligned);
   if (params.has_shared) {
     const bool gated = params.shared_gate != ParameterType::absent;
     const float scale = gated ? sigmoid(load(shared_gate, token, params.shared_gate)) : 1;

@@ -23,7 +23,7 @@ struct DualNormAddRow {
   device T* output;
   WeightedSumParams params;
 
-  Both value(uint i) const thread { return {load4(residual, i, params.row), slots.sum(i, params.row.wide)}; }
+  Both value(uint i) const thread { return {load4(residual, i, params.row), slots.sum(i, params.row.aligned)}; }
   float2 squares(Both v) const thread { return float2(dot(v.residual, v.residual), dot(v.moe, v.moe)); }
   void write(uint i, Both v, float2 inv_rms) const thread {
     const float4 first =

@@ -18,7 +18,7 @@ struct NormAddRow {
   device T* output;
   WeightedSumParams params;
 
-  float4 value(uint i) const thread { return slots.sum(i, params.row.wide); }
+  float4 value(uint i) const thread { return slots.sum(i, params.row.aligned); }
   float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
   void write(uint i, float4 v, float2 inv_rms) const thread {
     v = load4(residual, i, params.row) + v * inv_rms.x * load4(norm_weight, i, params.row, params.norm_weight);

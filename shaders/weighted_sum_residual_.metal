@@ -1,7 +1,7 @@
 // residual += sum_k weights * slots
 //
 // slots [T, K, H]; weights [T, K]; residual [T, H], read and written in place.
-// Grid: tokens along x, blocks of H along y; each thread has four elements.
+// Grid: tokens along x, parts of H along y; each thread has four elements.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -20,7 +20,8 @@ template <typename T>
   if (group.x >= params.row.count || i >= params.row.length) return;
   const ulong token = group.x;
   device T* row = residual + token * params.row.length;
-  const float4 total = Slots<T>(slots, weights, token, params).sum(i, params.row.wide) + load4<T>(row, i, params.row);
+  const float4 total =
+      Slots<T>(slots, weights, token, params).sum(i, params.row.aligned) + load4<T>(row, i, params.row);
   store4(row, i, total, params.row);
 }
 

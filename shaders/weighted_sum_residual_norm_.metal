@@ -19,7 +19,7 @@ struct ResidualNormRow {
   device T* output;
   WeightedSumParams params;
 
-  float4 value(uint i) const thread { return slots.sum(i, params.row.wide) + load4<T>(residual, i, params.row); }
+  float4 value(uint i) const thread { return slots.sum(i, params.row.aligned) + load4<T>(residual, i, params.row); }
   float2 squares(float4 v) const thread { return float2(dot(v, v), 0); }
   void write(uint i, float4 v, float2 inv_rms) const thread {
     store4(residual, i, v, params.row);

@@ -1,8 +1,8 @@
-// Weights of any format: their places in memory, and their values. `dequantize` in reference.py defines the formats.
+// Weights of any format: where they are in memory, and their values. `dequantize` in reference.py defines the formats.
 //
 // A library supports one format: MOE_METAL_FORMAT is its `library` in csrc/formats.h; it is not defined for dense
 // weights. `weights_codes` is the reader of this name in the namespace `formats`; formats/codes.h describes readers.
-// Packed rows are read in pieces of kPackedColumns or of kNarrowColumns.
+// Packed rows are read in chunks of kPackedColumns or of kNarrowColumns.
 //
 // Properties of Apple's GPUs, from published measurements: conversions from integer to float and shifts have a quarter
 // of the rate of masks and additions. So codes are converted by reinterpreting their bits, two at once as half2 if
@@ -37,7 +37,7 @@ Weights<D> of_expert(device const D* data, device const uchar* scale, device con
 }
 
 // The offset of a row.
-inline long row_place(constant WeightParams& params, uint number) {
+inline long row_offset(constant WeightParams& params, uint number) {
   return long(number) * params.row + (number < params.gap_at ? 0 : params.gap);
 }
 
@@ -129,7 +129,7 @@ struct PackedRow {
 template <typename Codes>
 PackedRow packed_row(Weights<uchar> weights, constant WeightParams& params, uint row) {
   PackedRow found;
-  found.data = weights.data + row_place(params, row);
+  found.data = weights.data + row_offset(params, row);
   found.scale = weights.scale + row / Codes::scale_rows * params.scale.row;
   found.offset = weights.offset + row / Codes::scale_rows * params.offset.row;
   return found;
@@ -142,60 +142,60 @@ inline float load_factor(device const uchar* offset, constant WeightParams& para
 
 // kNarrowColumns columns of a row, all in one group. Values from `count` on are 0.
 template <typename Codes>
-struct PackedPiece {
+struct LoadedChunk {
   Words<Codes::words> words;
   float scale, offset;
   uint count;
 };
 template <typename Codes>
-void load_piece(PackedRow row, constant WeightParams& params, uint column, uint count, bool aligned,
-                thread PackedPiece<Codes>& piece) {
+void load_chunk(PackedRow row, constant WeightParams& params, uint column, uint count, bool aligned,
+                thread LoadedChunk<Codes>& chunk) {
   using Layout = typename Codes::Layout;
-  piece.count = count;
-  piece.scale = 0;
-  piece.offset = 0;
+  chunk.count = count;
+  chunk.scale = 0;
+  chunk.offset = 0;
   if (count == 0) return;
-  const Spot spot = Layout::spot(column);
-  Layout::load(row.data, spot, count, aligned, piece.words);
+  const ChunkPosition at = Layout::position(column);
+  Layout::load(row.data, at, count, aligned, chunk.words);
   if (Codes::own_scales) {
     Floats<1> scale, offset;
-    Layout::numbers(piece.words, spot, scale, offset);
-    piece.scale = scale.at[0];
-    if (Codes::has_offset) piece.offset = offset.at[0];
+    Layout::numbers(chunk.words, at, scale, offset);
+    chunk.scale = scale.at[0];
+    if (Codes::has_offset) chunk.offset = offset.at[0];
     return;
   }
   const long group = column >> params.group_shift;
   device const uchar* scale = row.scale + group * params.scale.group;
   if (Codes::e4m3_scale) {
-    piece.scale = load_factor(row.offset, params) * e4m3(*scale);
+    chunk.scale = load_factor(row.offset, params) * e4m3(*scale);
   } else {
-    piece.scale = load_number(scale, params.scale_type);
+    chunk.scale = load_number(scale, params.scale_type);
   }
-  if (Codes::has_offset) piece.offset = load_number(row.offset + group * params.offset.group, params.scale_type);
+  if (Codes::has_offset) chunk.offset = load_number(row.offset + group * params.offset.group, params.scale_type);
 }
-// If a code is NaN, makes the whole piece NaN: the product of its row with any vector is NaN anyway.
+// If a code is NaN, makes the whole chunk NaN: the product of its row with any vector is NaN anyway.
 template <typename Codes>
-void spread_nan(thread PackedPiece<Codes>& piece) {
+void spread_nan(thread LoadedChunk<Codes>& chunk) {
   uint nan = 0;
 #pragma unroll
-  for (uint n = 0; n < Codes::words; ++n) nan |= Codes::nan_bits(piece.words.at[n]);
-  piece.scale = nan ? NAN : piece.scale;
+  for (uint n = 0; n < Codes::words; ++n) nan |= Codes::nan_bits(chunk.words.at[n]);
+  chunk.scale = nan ? NAN : chunk.scale;
 }
 // Values i to i + 7. With `of_product` they lack the codes' factor: the caller multiplies the sums by it in the end,
-// and has divided the piece's offset by it, which saves a multiplication per element. They also skip the check for NaN
+// and has divided the chunk's offset by it, which saves a multiplication per element. They also skip the check for NaN
 // codes, because spread_nan() has been called.
 template <typename Codes, bool of_product>
-void piece_values(thread const PackedPiece<Codes>& piece, uint i, thread Vectors<2>& values) {
+void chunk_values(thread const LoadedChunk<Codes>& chunk, uint i, thread Vectors<2>& values) {
   Vectors<2> codes;
-  Codes::template eight<Codes::zero != 0>(piece.words, i, codes);
+  Codes::template eight<Codes::zero != 0>(chunk.words, i, codes);
 #pragma unroll
   for (uint n = 0; n < 8; ++n) {
-    const float unit = 1 / float(1u << Codes::place(i + n));
-    const float scale = of_product ? piece.scale * unit : piece.scale;
-    const float code = codes.at[n / 4][n % 4] * (of_product ? 1 : float(Codes::factor) * unit);
-    const float number = Codes::has_offset ? fma(scale, code, piece.offset) : scale * code;  // keeps -0
-    const float value = !of_product && Codes::is_nan(piece.words, i + n) ? NAN : number;
-    values.at[n / 4][n % 4] = i + n < piece.count ? value : 0;
+    const float down = 1 / float(1u << Codes::exponent(i + n));
+    const float scale = of_product ? chunk.scale * down : chunk.scale;
+    const float code = codes.at[n / 4][n % 4] * (of_product ? 1 : float(Codes::factor) * down);
+    const float number = Codes::has_offset ? fma(scale, code, chunk.offset) : scale * code;  // keeps -0
+    const float value = !of_product && Codes::is_nan(chunk.words, i + n) ? NAN : number;
+    values.at[n / 4][n % 4] = i + n < chunk.count ? value : 0;
   }
 }
 

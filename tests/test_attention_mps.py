@@ -1,4 +1,4 @@
-"""The op attention on mps, beyond its values: how the work is split, the bytes it loads, and what it does not read."""
+"""The op attention on mps, beyond its values: how its work is divided, what it loads, and what it does not read."""
 
 import math
 
@@ -14,18 +14,18 @@ from torch_moe_metal import reference
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 Args = dict[str, Tensor]
 
-#: Sequences, heads, key heads, queries, keys, sizes of keys and values: one for each way to split the work.
+#: Sequences, heads, key heads, queries, keys, sizes of keys and values: one for each way to divide the work.
 CUTS = {
-    "streams": (1, 8, 2, 1, 100, 64, 64),  # four simdgroups share the keys of 8 rows,
-    "streams of two tiles": (1, 4, 1, 3, 100, 64, 64),  # two share those of 16,
+    "key parts": (1, 8, 2, 1, 100, 64, 64),  # four simdgroups divide the keys of 8 rows,
+    "key parts of two tiles": (1, 4, 1, 3, 100, 64, 64),  # two divide those of 16,
     "tiles": (2, 4, 2, 20, 70, 128, 96),  # or each has all keys for rows of its own
     "parts": (1, 8, 2, 1, 700, 128, 128),
     "parts of tiles": (1, 2, 1, 9, 700, 64, 64),
     "many parts": (1, 6, 2, 1, 1500, 67, 99),
-    "two slices": (1, 4, 2, 3, 70, 192, 256),
-    "four slices": (1, 16, 1, 1, 300, 576, 512),
-    "two blocks of columns": (1, 2, 1, 3, 70, 64, 1096),
-    "chunks that are not kept": (1, 2, 2, 3, 70, 680, 64),
+    "two column parts": (1, 4, 2, 3, 70, 192, 256),
+    "four column parts": (1, 16, 1, 1, 300, 576, 512),
+    "two threadgroups of columns": (1, 2, 1, 3, 70, 64, 1096),
+    "tiles that are not kept": (1, 2, 2, 3, 70, 680, 64),
     "odd": (2, 3, 1, 5, 70, 67, 99),
 }
 CUT = pytest.mark.parametrize("name", CUTS)
@@ -60,7 +60,7 @@ def dispatched(device: str, args: Args, **options) -> list:
 
 
 @CUT
-def test_every_split_of_the_keys(mps: str, name: str):
+def test_every_division_of_the_work(mps: str, name: str):
     check(mps, drawn(*CUTS[name]), causal=True)
 
 
@@ -98,10 +98,10 @@ def test_offsets_beyond_32_bits(D: int, V: int, mps: str):
     args = drawn(1, 2, 2, 2, 40, D, V, HALF) | {"mask": torch.randn(1, 2, 2, 40).to(HALF)}
     memory = torch.empty(2**32 + 2**24, dtype=HALF, device=mps)
     given = {"sinks": args["sinks"].to(mps)}
-    for place, (name, apart) in enumerate({"q": 1, "k": 1, "v": 1, "mask": 2}.items()):
+    for index, (name, apart) in enumerate({"q": 1, "k": 1, "v": 1, "mask": 2}.items()):
         strides = list(args[name].stride())
         strides[apart] = 2**32
-        given[name] = memory.as_strided(args[name].shape, strides, place * 2**20)
+        given[name] = memory.as_strided(args[name].shape, strides, index * 2**20)
         given[name].copy_(args[name])
     assert_matches([torch.ops.moe_metal.attention(**given)], [wanted(args)])
 
@@ -124,7 +124,7 @@ def test_bytes_loaded_per_token(mps: str):
 
 
 @recorded
-def test_masked_blocks_are_not_loaded(mps: str):
+def test_masked_keys_are_not_loaded(mps: str):
     """The last token of a window; and the keys after each query of a prompt, almost half of all."""
     window = dispatched(mps, drawn(1, 8, 1, 1, 4096, 64, 64, BFLOAT), causal=True, window=128)
     assert len(window) == 1 and window[0].costs.device_loaded < 2 * 128 * 64 * 2 * 1.2

@@ -110,9 +110,9 @@ def test_switch(mps: str, T: int, E: int, K: int, kernels: int):
 
 
 @recorded
-@pytest.mark.parametrize("share, rows", [(11, 16), (12, 32), (48, 32), (49, 64)])
-def test_tile_follows_tokens_per_expert(mps: str, share: int, rows: int):
-    args = Case("experts", "tile", {"T": share, "E": 4, "K": 4, "H": 16, "I": 16}).arguments(mps)
+@pytest.mark.parametrize("slots, rows", [(11, 16), (12, 32), (48, 32), (49, 64)])
+def test_tile_follows_tokens_per_expert(mps: str, slots: int, rows: int):
+    args = Case("experts", "tile", {"T": slots, "E": 4, "K": 4, "H": 16, "I": 16}).arguments(mps)
     assert experts_kernels(args) == [
         "sort",
         f"gate_up_tiles{rows}_wide_float",
@@ -155,15 +155,15 @@ def test_layouts(mps: str, name: str, T: int):
 
 # ------------------------------------------------------------------------------------------------ tiles
 
-SPLITS = [(17, 15), (16, 16), (0, 64, 0, 1), (33, 31), (63, 65, 0, 0, 1), (130,), (0, 0, 47), (1,) * 40, (64, 128)]
+COUNTS = [(17, 15), (16, 16), (0, 64, 0, 1), (33, 31), (63, 65, 0, 0, 1), (130,), (0, 0, 47), (1,) * 40, (64, 128)]
 
 
 @pytest.mark.parametrize("skipped", [0, 5])
-@pytest.mark.parametrize("counts", SPLITS, ids=lambda counts: "-".join(map(str, counts)))
-def test_splits(device: str, counts: tuple[int, ...], skipped: int):
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: "-".join(map(str, counts)))
+def test_slots_per_expert(device: str, counts: tuple[int, ...], skipped: int):
     """Each expert gets so many slots in mixed order; `skipped` more slots have invalid ids."""
     E, slots = len(counts), sum(counts) + skipped
-    case = Case("experts", "splits", {"T": slots, "E": E, "K": 1, "H": 36, "I": 20}, ("gate_up_bias", "down_bias"))
+    case = Case("experts", "counts", {"T": slots, "E": E, "K": 1, "H": 36, "I": 20}, ("gate_up_bias", "down_bias"))
     args = case.arguments()
     ids = torch.arange(E).repeat_interleave(torch.tensor(counts))
     ids = torch.cat([ids, torch.tensor([-1, E, 1 << 40, -(1 << 40), E + 7])[:skipped]])
@@ -207,7 +207,7 @@ EVERY_PACKING = FEW_PACKINGS + [
 
 
 def sizes_of(packing: Packing) -> tuple[int, int]:
-    """H and I that the format allows, but that are no multiple of a tile, chunk or team of lanes."""
+    """H and I that the format allows, but that are no multiple of a tile or of the lanes' chunks."""
     if packing.row.rows_per_scale > 1:
         return 200, 139
     if packing.row.whole_columns > 128:
@@ -246,7 +246,7 @@ def packed_linear(packing: Packing, T: int, dtype: torch.dtype = FLOAT, N: int =
 
 
 def long_rows(packing: Packing) -> int:
-    """More columns than two chunks of a team of lanes, in whole pieces."""
+    """More columns than two steps of the lanes of a row, in whole chunks."""
     whole = max(32, packing.group, packing.row.whole_columns)
     return -(-1056 // whole) * whole
 
@@ -292,7 +292,7 @@ def test_packed_linear(device: str, packing: Packing, T: int):
 @in_every_format
 def test_tokens_together(device: str, packing: Packing, dtype: torch.dtype):
     """Token counts for which each weight is unpacked once, for pairs and groups of four with some missing; and rows so
-    long that several simdgroups share them. Codes with 16-bit activations are not centred."""
+    long that several simdgroups divide them. Codes with 16-bit activations are not centred."""
     for T in (2, 7):
         check("linear", *packed_linear(packing, T, dtype, 37, long_rows(packing)), device)
 
@@ -538,7 +538,7 @@ def test_rows_do_not_read_into_the_next_row(device: str, T: int):
     ids=str,
 )
 def test_kernels_of_packed_weights(mps: str, packing: Packing, kernel: str, tiles: str):
-    """Two dispatches at decode, four at prefill, and the widest loads if whole pieces are aligned."""
+    """Two dispatches at decode, four at prefill, and the widest loads if whole chunks are aligned."""
     args, options = packed_experts(packing, 1)
     assert experts_kernels(given(args, mps), **options) == [
         f"{part}_rows_{kernel}_float" for part in ("gate_up", "down")

@@ -1,4 +1,4 @@
-"""How csrc/mps/launch.mm uses Metal, and how kernels handle a grid that is larger than their data."""
+"""How csrc/mps/launch.mm and pipelines.mm use Metal, and how kernels handle a grid that is larger than their data."""
 
 import re
 import subprocess
@@ -289,7 +289,7 @@ def error_of(run: Callable[[], object]) -> str:
     return ""
 
 
-# The pieces of a long prompt.
+# The parts of a long prompt.
 MANY = {
     "experts": {"T": 100_000, "E": 128, "K": 8, "H": 2048, "I": 768},
     "linear": {"T": 100_000, "N": 8192, "H": 4096},
@@ -319,7 +319,7 @@ def test_long_dispatches_are_split(op: str, mps: str) -> None:
 
 @pytest.mark.parametrize("op", MANY)
 def test_splitting_a_long_prompt_changes_no_bit(op: str, mps: str) -> None:
-    """Although the pieces use other tiles."""
+    """Although the parts use other tiles."""
     import metal_sim
 
     dims = {"T": 300, "E": 4, "K": 2, "H": 72, "I": 64} if op == "experts" else {"T": 300, "N": 136, "H": 120}

@@ -38,11 +38,12 @@ HERE = Path(__file__).parent
 def shader_of(kernel: str) -> str:
     if kernel.startswith("tensor_products"):
         return "tensor_ops"
-    if kernel.startswith("experts_grouped"):
-        return "experts_grouped"
+    if kernel.startswith("attention_combine"):
+        return "attention_combine"
     if not kernel.startswith("experts"):
         return kernel.partition("_")[0]
-    return "experts_decode" if "_rows" in kernel else "experts_prefill" if "_tiles" in kernel else "experts_slots"
+    files = {"_rows2": "pairs", "_rows": "decode", "_columns": "columns", "_tiles": "prefill"}
+    return "experts_" + next((file for part, file in files.items() if part in kernel), "slots")
 
 
 def library_of(kernel: str, change: Callable[[str], str]):
@@ -154,7 +155,7 @@ def padded(T: int) -> tuple[Callable, dict]:
 
 
 def cut(name: str) -> tuple[Callable, dict]:
-    return attention_suite.test_every_split_of_the_keys, {"name": name}
+    return attention_suite.test_every_division_of_the_work, {"name": name}
 
 
 def unseen(name: str) -> tuple[Callable, dict]:
@@ -180,11 +181,11 @@ NARROW4 = suite.NARROW[2]  # groups of 16
 # Parts of the shaders that several mutants change.
 SHIFT = "params.group_shift"
 GROUP = f"column >> {SHIFT}"
-DECODE_GROUP = f"(column + g * (step / groups)) >> {SHIFT}"
-RUN = "whole ? kRun : column < length ? length - column : 0"
+DECODE_GROUP = f"(column + g * (columns / groups)) >> {SHIFT}"
+COUNT = "whole ? kChunk : column < length ? length - column : 0"
 SCALE_ROW = "row / Chunk::scale_rows"
-KEY = "block + 8 * n + place.row"
-FINITE = "share(attended, memory, stream_stats, finite, place)"
+KEY = "first_key + 8 * n + element.row"
+FINITE = "store_sums(attended, memory, stats, finite, position)"
 MUTANTS = {
     # codes
     "nibble_swapped": Mutant("return i * bits % 32;", "return (i ^ 1) * bits % 32;", "values", *linear(AFFINE[4], 1)),
@@ -195,30 +196,32 @@ MUTANTS = {
     "sign_lost": Mutant("(word & 0x80808080u) | (word >> 3 & 0x0e", "(word >> 3 & 0x0e", "values", *experts(MXFP4, 3)),
     "middle_forgotten": Mutant("float(Codes::middle), offset", "0.0f, offset", "values", *experts(AFFINE[8], 3)),
     "nan_is_480": Mutant("+ 0x01010101u) & 0x80808080u", "+ 0x01010101u) & 0", "values", *nan(FP8, 1)),
-    "nan_is_480_in_tiles": Mutant("nan ? NAN : piece.scale", "piece.scale", "values", *nan(FP8, 20)),
+    "nan_is_480_in_tiles": Mutant("nan ? NAN : chunk.scale", "chunk.scale", "values", *nan(FP8, 20)),
     "nan_is_480_alone": Mutant("& 0x7f) == 0x7f", "& 0x7f) == 0x80", "values", *numbers(FP8)),
     "codes_begin_too_early": Mutant("(bytes - 16), 0", "(bytes - 18), 0", "values", *linear(FORMATS["q4_0"], 1)),
-    "fifth_bit_of_another": Mutant("16 * run + 4 * k", "16 * run + 4 * (k ^ 1)", "values", *numbers(FORMATS["q5_1"])),
+    "fifth_bit_of_another": Mutant(
+        "16 * second + 4 * k", "16 * second + 4 * (k ^ 1)", "values", *numbers(FORMATS["q5_1"])
+    ),
     "sign_of_a_byte_lost": Mutant("^ 0x80808080u", "", "values", *linear(FORMATS["q8_0"], 9)),
-    "other_half_of_the_block": Mutant("+ 16 * spot.run", "", "values", *numbers(FORMATS["q8_0"])),
+    "other_half_of_the_block": Mutant("+ 16 * at.second", "", "values", *numbers(FORMATS["q8_0"])),
     "e2m1_not_doubled": Mutant("(exponent - 1) << 23", "exponent << 23", "values", *experts(FORMATS["ggml_mxfp4"], 3)),
     "polynomial_bent": Mutant("24.1738f", "24.2738f", "values", *numbers(FORMATS["iq4_nl"])),
-    "fifth_bits_of_one_group": Mutant("0x00100010u << 4 * run", "0x00100010u", "values", *numbers(FORMATS["q5_k"])),
-    "upper_bits_of_another_run": Mutant("(spot.piece & 2)", "0", "values", *linear(FORMATS["q6_k"], 9)),
-    "runs_side_by_side": Mutant(
+    "fifth_bits_of_one_group": Mutant("0x00100010u << 4 * second", "0x00100010u", "values", *numbers(FORMATS["q5_k"])),
+    "upper_bits_of_another_half": Mutant("(at.chunk & 2)", "0", "values", *linear(FORMATS["q6_k"], 9)),
+    "halves_side_by_side": Mutant(
         "if (Codes::distance == kNarrowColumns)", "if (true)", "values", *linear(FORMATS["q4_k"], 1)
     ),
-    "run_before": Mutant("run / between % 2", "0", "values", *numbers(FORMATS["q6_k"])),
+    "half_before": Mutant("narrow / between % 2", "0", "values", *numbers(FORMATS["q6_k"])),
     # scales and offsets
-    "scales_of_the_first_groups": Mutant("spot.piece < 4 ?", "true ?", "values", *linear(FORMATS["q4_k"], 1)),
+    "scales_of_the_first_groups": Mutant("at.chunk < 4 ?", "true ?", "values", *linear(FORMATS["q4_k"], 1)),
     "offset_sixteen_times": Mutant("-kHalfUnits / 16", "-kHalfUnits", "values", *experts(FORMATS["q2_k"], 3)),
     "scale_has_no_sign": Mutant("high << 4) - 32", "high << 4) - 0", "values", *linear(FORMATS["q3_k"], 9)),
-    "scale_of_the_next_group": Mutant("spot.piece % 2 * 4)", "0)", "values", *linear(FORMATS["iq4_xs"], 1)),
-    "one_scale_for_32": Mutant("(step / groups)", "0", "values", *packed("linear-nvfp4-family-H96-I96-T1-")),
+    "scale_of_the_next_group": Mutant("at.chunk % 2 * 4)", "0)", "values", *linear(FORMATS["iq4_xs"], 1)),
+    "one_scale_for_32": Mutant("(columns / groups)", "0", "values", *packed("linear-nvfp4-family-H96-I96-T1-")),
     "factor_forgotten": Mutant("params.has_factor ?", "false ?", "values", *experts(FORMATS["nvfp4"], 40)),
     "rows_share_scales": Mutant("is_mxfp8 ? 1 : 128", "128", "values", *linear(FORMATS["mxfp8"], 9)),
-    "inner_placed_for_dense": Mutant(
-        "params.inner_placed ?", "true ?", "race", *packed("experts-affine4g32-down_dense-T3-")
+    "inner_reordered_for_dense": Mutant(
+        "params.inner_reordered ?", "true ?", "race", *packed("experts-affine4g32-down_dense-T3-")
     ),
     "next_group": Mutant(DECODE_GROUP, f"({DECODE_GROUP}) + 1", "bounds", *experts(NARROW4, 3)),
     "next_group_in_tiles": Mutant(GROUP, f"({GROUP}) + 1", "bounds", *experts(NARROW4, 40)),
@@ -232,19 +235,19 @@ MUTANTS = {
     # several tokens together
     "vector_of_the_first_token": Mutant("* apart;", "* 0;", "values", *linear(AFFINE[4], 2)),
     "tokens_overrun": Mutant("min(token + t, params.T - 1)", "token + t", "bounds", *linear(AFFINE[4], 3)),
-    "outputs_of_the_first_token": Mutant("shares + t * most", "shares + 0 * most", "values", *linear(MXFP4, 3)),
+    "outputs_of_the_first_token": Mutant("partial + t * most", "partial + 0 * most", "values", *linear(MXFP4, 3)),
     "outputs_overrun": Mutant("token + t >= params.T ||", "", "bounds", *linear(MXFP4, 3)),
     "codes_of_the_first_eight": Mutant(
-        "(pieces.row[r], i, codes[r]", "(pieces.row[r], 0, codes[r]", "values", *together("q5_k")
+        "(chunks.row[r], i, codes[r]", "(chunks.row[r], 0, codes[r]", "values", *together("q5_k")
     ),
     "sums_of_the_first_group": Mutant(
-        "const uint g = i * groups / step", "const uint g = 0", "values", *together("nvfp4")
+        "const uint g = i * groups / columns", "const uint g = 0", "values", *together("nvfp4")
     ),
-    "places_forgotten": Mutant(
+    "exponents_forgotten": Mutant(
         "x.at[n / 4][n % 4] *= 1", "x.at[n / 4][n % 4] *= 1.5f", "values", *linear(AFFINE[4], 8)
     ),
     "code_of_0_forgotten": Mutant(
-        "r < kChunkRows && off_zero", "r < kChunkRows && false", "values", *together("q4_0", cases.BFLOAT)
+        "r < kDotRows && off_zero", "r < kDotRows && false", "values", *together("q4_0", cases.BFLOAT)
     ),
     "offset_of_the_last_token": Mutant(
         "row_sum(totals[t], plain[t]", "row_sum(totals[t], plain[N - 1]", "values", *linear(AFFINE[4], 2)
@@ -253,69 +256,71 @@ MUTANTS = {
         "rows.data.at[r] + column, w[r]", "rows.data.at[r], w[r]", "values", *dense("linear", 3)
     ),
     # two slots of an expert together
-    "pairs_of_any_expert": Mutant("all[b].x == id.x &&", "", "values", *slots("two tokens")),
+    "pairs_of_any_expert": Mutant("all[n].x == id.x &&", "", "values", *slots("two tokens")),
     "pairs_overlap": Mutant("|| !pair.begins", "", "race", *slots("all alike")),
-    "second_of_the_first_block": Mutant("begin + ctz(later)", "ctz(later)", "race", *slots("more slots than lanes")),
+    "second_of_the_first_lanes": Mutant("begin + ctz(later)", "ctz(later)", "race", *slots("more slots than lanes")),
     "token_of_the_first_slot": Mutant("pair.second / params.K}", "group.x / params.K}", "values", *slots("all alike")),
     "inner_of_the_first_slot": Mutant("which == 0 ? group.x : pair.second", "group.x", "race", *slots("all alike")),
     "weight_of_the_first_token": Mutant(
-        "weights, begin + vectors.row[t]", "weights, begin + lead", "values", *slots("two tokens")
+        "weights, first_slot + vectors.row[t]", "weights, first_slot + lead", "values", *slots("two tokens")
     ),
     "products_of_absent_tokens": Mutant(
         "if (slots_of(slots, t, params) == 0) continue;", "", "values", *slots("none alike")
     ),
     "selected_again_forgotten": Mutant("if (again) listed = 1u << lane;", "", "values", *slots("again in a token")),
     "last_tokens_overrun": Mutant("t >= tokens ||", "", "bounds", *slots("none alike")),
-    # positions, and the order of a lane's pieces
-    "row_forgotten": Mutant("spot.byte += row;", "", "values", *linear(AFFINE[4], 1)),
+    # positions, and the order of a lane's chunks
+    "row_forgotten": Mutant("at.byte += row;", "", "values", *linear(AFFINE[4], 1)),
     "id_not_followed": Mutant("if (i + step < all) next_id", "if (false) next_id", "values", *dense("experts", 1)),
     "pair_taken_again": Mutant("    take_pair(products);", "", "values", *experts(MXFP4, 40)),
-    "second_half_side_by_side": Mutant("piece.column + second", "piece.column + 8", "values", *dense("linear", 20)),
+    "second_half_side_by_side": Mutant("chunk.column + second", "chunk.column + 8", "values", *dense("linear", 20)),
     "tiles_not_multiplied": Mutant("*= float(Reader::factor)", "*= 1", "values", *linear(AFFINE[4], 9)),
-    "offset_not_divided": Mutant("piece.offset *= 1 / float(factor);", "", "values", *linear(AFFINE[4], 9)),
-    "place_left_in_tiles": Mutant(
-        "of_product ? piece.scale * unit", "of_product ? piece.scale", "values", *linear(FP8, 9)
+    "offset_not_divided": Mutant("chunk.offset *= 1 / float(factor);", "", "values", *linear(AFFINE[4], 9)),
+    "exponent_left_in_tiles": Mutant(
+        "of_product ? chunk.scale * down", "of_product ? chunk.scale", "values", *linear(FP8, 9)
     ),
     # the end of a row, and of the matrix
     "row_end_overrun": Mutant("if (8 * n < count * bits)", "if (true)", "bounds", *numbers(FP8)),
-    "row_end_overrun_in_decode": Mutant("wide ? step : left", "step", "bounds", *linear(FP8, 1)),
+    "row_end_overrun_in_decode": Mutant("wide ? columns : left", "columns", "bounds", *linear(FP8, 1)),
     "row_end_in_wide_loads": Mutant("aligned && count >= columns", "aligned", "values", *padded(1)),
-    "row_end_overrun_in_tiles": Mutant(RUN, "kRun", "bounds", *padded(9)),
+    "row_end_overrun_in_tiles": Mutant(COUNT, "kChunk", "bounds", *padded(9)),
     "rows_overrun": Mutant("min(first + n, params.N - 1)", "first + n", "bounds", *linear(AFFINE[4], 33)),
     "rows_overrun_in_decode": Mutant("min(first + r, params.N - 1)", "first + r", "bounds", *linear(MXFP4, 1)),
     # matrix units
     "sums_do_not_begin": Mutant("if (sums.is_valid_element(i)) sums[i] = 0;", "{}", "values", *on_units(MXFP4)),
-    "each_run_begins_anew": Mutant("mode::multiply_accumulate", "mode::multiply", "values", *on_units(AFFINE[4])),
+    "each_product_begins_anew": Mutant("mode::multiply_accumulate", "mode::multiply", "values", *on_units(AFFINE[4])),
     "unpacked_while_it_is_read": Mutant(
-        "threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous run",
-        "// the run",
+        "threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous matmul2d",
+        "// the matmul2d",
         "race",
         *on_units(MXFP4),
     ),
     "stored_over_what_is_read": Mutant(
-        "threadgroup_barrier(mem_flags::mem_threadgroup);  // until the last run",
-        "// the last run",
+        "threadgroup_barrier(mem_flags::mem_threadgroup);  // until the last matmul2d",
+        "// the last matmul2d",
         "race",
         *on_units(AFFINE[4]),
     ),
     "factor_left_in_units": Mutant(
         "values.at[n] * float(Reader::factor)", "values.at[n]", "values", *on_units(AFFINE[4])
     ),
-    "columns_of_the_first_run": Mutant("device_tensor(x + column,", "device_tensor(x,", "values", *on_units(MXFP4)),
+    "columns_of_the_first_product": Mutant("device_tensor(x + column,", "device_tensor(x,", "values", *on_units(MXFP4)),
     "rows_overrun_in_units": Mutant(
-        "min(first + place / runs, params.N - 1)", "first + place / runs", "bounds", *on_units(MXFP4)
+        "min(first + chunk / chunks, params.N - 1)", "first + chunk / chunks", "bounds", *on_units(MXFP4)
     ),
-    "dense_rows_overrun": Mutant("min(kUnitRows, params.N - first)", "kUnitRows", "bounds", *on_units()),
+    "dense_rows_overrun": Mutant("min(kProductRows, params.N - first)", "kProductRows", "bounds", *on_units()),
     "weights_of_expert_0": Mutant("tile.expert = entry.x;", "", "values", *on_units()),
     "rows_of_the_tile_before": Mutant("tile.first = entry.y;", "", "bounds", *on_units()),
     # attention
-    "unseen_values_counted": Mutant(FINITE, f"{FINITE} || true", "values", *unseen("streams")),
-    "keys_overrun": Mutant(f"min({KEY}, params.S - 1)", f"({KEY})", "bounds", *cut("streams")),
+    "unseen_values_counted": Mutant(FINITE, f"{FINITE} || true", "values", *unseen("key parts")),
+    "keys_overrun": Mutant(f"min({KEY}, params.S - 1)", f"({KEY})", "bounds", *cut("key parts")),
     "own_key_not_seen": Mutant("max(past, 0)", "max(past - 1, 0)", "values", *cut("tiles")),
-    "slice_left_out": Mutant("place.slice + slices;", "place.slice + 1;", "values", *cut("two slices")),
-    "stream_not_scaled": Mutant("exp(other.xy -", "exp(0 * other.xy -", "values", *cut("streams")),
+    "column_part_left_out": Mutant(
+        "position.column_part + column_parts;", "position.column_part + 1;", "values", *cut("two column parts")
+    ),
+    "key_part_not_scaled": Mutant("exp(other.xy -", "exp(0 * other.xy -", "values", *cut("key parts")),
     "part_not_scaled": Mutant("exp(mine.x - offset)", "1.0f", "values", *cut("parts")),
-    "share_not_scaled": Mutant("exp(share.x - offset_of(highest).x)", "1.0f", "values", *cut("many parts")),
+    "combined_sum_not_scaled": Mutant("exp(other.x - offset_of(highest).x)", "1.0f", "values", *cut("many parts")),
     # rope
     "turned_back": Mutant("a * c - b * s", "a * c + b * s", "values", *rope("plain-A6-J1-D80-R40")),
     "pairs_as_halves": Mutant("params.interleaved ? 2 * i : i", "i", "values", *rope("plain-interleaved-A5-J2-D33-R9")),

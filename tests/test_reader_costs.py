@@ -30,17 +30,17 @@ kernel void unpack(device const uint* from [[buffer(0)]], device float* to [[buf
 """
 
 
-PIECE = """
+CHUNK = """
 kernel void unpack(device const uint* from [[buffer(0)]], device float* to [[buffer(1)]]) {{
-  moe_metal::PackedPiece<Codes> piece;
-  for (uint i = 0; i < Codes::words; ++i) piece.words.at[i] = from[i];
-  piece.scale = to[0];
-  piece.count = 16;
-  moe_metal::spread_nan(piece);
+  moe_metal::LoadedChunk<Codes> chunk;
+  for (uint i = 0; i < Codes::words; ++i) chunk.words.at[i] = from[i];
+  chunk.scale = to[0];
+  chunk.count = 16;
+  moe_metal::spread_nan(chunk);
 #pragma unroll
   for (uint i = 0; i < 16; i += 8) {{
     moe_metal::Vectors<2> values;
-    moe_metal::piece_values<Codes, true>(piece, i, values);
+    moe_metal::chunk_values<Codes, true>(chunk, i, values);
     for (uint n = 0; n < 8; ++n) to[i + n] = values.at[n / 4][n % 4];
   }}
 }}
@@ -76,14 +76,14 @@ def test_few_shifts(reader: str, most: int) -> None:
 
 def test_prefill_checks_codes_for_nan_once() -> None:
     """And not once per code, which would need a shift, a mask, a comparison and a select each time."""
-    assert instructions(PIECE, "fp8", "icmp|fcmp") == 1
-    assert instructions(PIECE, "mxfp4", "icmp|fcmp") == 0
+    assert instructions(CHUNK, "fp8", "icmp|fcmp") == 1
+    assert instructions(CHUNK, "mxfp4", "icmp|fcmp") == 0
 
 
 @pytest.mark.parametrize(("reader", "most"), [("fp8", 17), ("mxfp8", 17), ("mxfp4", 16), ("nvfp4", 16), ("affine4", 1)])
 def test_prefill_multiplies_a_code_once(reader: str, most: int) -> None:
     """By its scale; an offset is added. Factors that are the same for all codes are multiplied once."""
-    assert instructions(PIECE, reader, "fmul") == most
+    assert instructions(CHUNK, reader, "fmul") == most
 
 
 def test_prefill_has_the_activations_once() -> None:
@@ -111,16 +111,16 @@ using namespace metal;
 {dots}
 using Chunk = moe_metal::PackedChunk<moe_metal::formats::{reader}<moe_metal::kPackedColumns>, false>;
 kernel void unpack(device const float* x [[buffer(0)]], device const uchar* data [[buffer(1)]],
-                   device const uint* places [[buffer(2)]], constant moe_metal::WeightParams& params [[buffer(3)]],
+                   device const uint* offsets [[buffer(2)]], constant moe_metal::WeightParams& params [[buffer(3)]],
                    device float* to [[buffer(4)]]) {{
-  moe_metal::ChunkRows<uint> rows = {{}};
+  moe_metal::DotRows<uint> rows = {{}};
   for (uint r = 0; r < 4; ++r) {{
-    rows.data.at[r] = places[r];
-    rows.scale.at[r] = places[4 + r];
-    rows.offset.at[r] = places[8 + r];
+    rows.data.at[r] = offsets[r];
+    rows.scale.at[r] = offsets[4 + r];
+    rows.offset.at[r] = offsets[8 + r];
   }}
-  moe_metal::SeveralVectors<float, {n}> several = {{x, places[12], {{}}}};
-  for (uint t = 0; t < {n}; ++t) several.row[t] = places[13 + t];
+  moe_metal::SeveralVectors<float, {n}> several = {{x, offsets[12], {{}}}};
+  for (uint t = 0; t < {n}; ++t) several.row[t] = offsets[13 + t];
   const moe_metal::Weights<uchar> weights = {{data, data, data}};
   moe_metal::SeveralSums<{n}> sums = {{}};
   Chunk::add_several<false>(rows, several, weights, params, 0, sums);
@@ -133,7 +133,7 @@ kernel void unpack(device const float* x [[buffer(0)]], device const uchar* data
 
 @pytest.mark.parametrize("reader", ["affine4", "mxfp4", "q4_k"])
 def test_several_vectors_unpack_once(reader: str) -> None:
-    """Only the products and sums of a piece are repeated for each vector."""
+    """Only the products and sums of a chunk are repeated for each vector."""
     from embed import FOLDER, shader_text
     from metal_sim.engine import address_spaces
 
@@ -164,14 +164,14 @@ def derived(instructions: list[str], values: set[str], kinds: str) -> set[str]:
 
 def from_ids(kernel: str, ids: str, weights: str) -> tuple[int, int, int]:
     """The instructions from the first one that waits for an id to the first load of weights, on the shortest way; the
-    loads among them from places that depend on the id; and how many such ways there are. `ids` and `weights` are the
+    loads among them from addresses that depend on the id; and how many such ways there are. `ids` and `weights` are the
     names of the arguments."""
     blocks = {name or "entry": [line.strip() for line in text.splitlines()] for name, text in BLOCK.findall(kernel)}
     all = [instruction for block in blocks.values() for instruction in block]
-    places = {which: derived(all, {which}, "getelementptr|phi|select") for which in (ids, weights)}
+    addresses = {which: derived(all, {which}, "getelementptr|phi|select") for which in (ids, weights)}
 
     def loads(instruction: str, which: str) -> bool:
-        return bool((load := LOAD.match(instruction)) and load[2] in places[which])
+        return bool((load := LOAD.match(instruction)) and load[2] in addresses[which])
 
     loaded = {LOAD.match(instruction)[1] for instruction in all if loads(instruction, ids)}
     loaded = derived(all, loaded, "phi|insertelement")  # these do not wait

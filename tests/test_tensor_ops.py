@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-import test_experts_grouped as grouped_suite
 from cases import BFLOAT, FLOAT, HALF, Args, Case, call, expected
 from checks import assert_matches
 from conftest import DEVICES, SIMULATED
@@ -26,7 +26,8 @@ pytestmark = [
     pytest.mark.skipif(not SIMULATED, reason="a Mac may have no matmul2d, and records no dispatches"),
 ]
 
-#: Packed weights are rounded to 16 bits as well, and all of these errors are independent.
+#: The gate and up products, the inner activations, each expert's result, the sum and packed weights are rounded. These
+#: errors are independent, so all together are about twice as large as one.
 ROUNDINGS = 2
 OTHERS = [packing for name, packing in FORMATS.items() if packing and packing not in (AFFINE[4], MXFP4, FP8)]
 EVERY_FORMAT = [AFFINE[4], MXFP4, *(pytest.param(packing, marks=pytest.mark.slow) for packing in (FP8, *OTHERS))]
@@ -48,7 +49,7 @@ def units(minor: int = 3, **numbers: int) -> Iterator[None]:
 def experts_kernels(rows: int, dtype: str, times: int = 1) -> list[str]:
     """What runs with tiles of so many rows; `dtype`: of the products, with the format before it."""
     of_rows, plain = f"tensor_products{rows}_{dtype}", dtype.rpartition("_")[2]
-    names = ["sort", "grouped_x", of_rows, f"grouped_inner_{plain}", of_rows, f"grouped_combine_{plain}"]
+    names = ["sort", "gather", of_rows, f"activate_{plain}", of_rows, f"combine_sorted_{plain}"]
     return times * names
 
 
@@ -70,31 +71,80 @@ def check_linear(args: Args, options: dict, mps: str, want: list[str]) -> None:
 
 # ------------------------------------------------------------------------------------------------ experts
 
+DIMS = {"T": 40, "E": 6, "K": 3, "H": 72, "I": 40}
+BIASES = ("gate_up_bias", "down_bias")
+ADDED = ("shared", "shared_gate", "residual")
+GPT_OSS = {"interleaved": True, "activation": "swiglu_oai", "limit": 7.0, "alpha": 1.702}
 
-DENSE = [name for name, case in grouped_suite.CASES.items() if not case.options.get("transposed")]
+
+def dense(*given: str, dtype: torch.dtype = BFLOAT, dims: dict | None = None, **options) -> Case:
+    return Case("experts", "units", DIMS | (dims or {}), given, options, dtype)
 
 
-@pytest.mark.parametrize("name", DENSE)
+def arguments(case: Case, device: str = "cpu") -> Args:
+    """The second expert has no slot, and some ids are out of range."""
+    args = case.arguments()
+    ids, E = args["ids"].long(), case.dims["E"]
+    ids[ids == 1] = -1
+    ids[::7, 0], ids[3, -1], ids[5, -1] = E, 1 << 40, -(1 << 40)
+    return {name: tensor.to(device) for name, tensor in (args | {"ids": ids}).items()}
+
+
+CASES = {
+    "plain": dense(),
+    "biases": dense(*BIASES, *ADDED),
+    "gpt_oss": dense(*BIASES, **GPT_OSS),
+    "half": dense(*BIASES, *ADDED, dtype=HALF, interleaved=True),
+    "short_ids": dense("down_bias"),
+    "one_expert": dense(*BIASES, dims={"E": 1, "K": 1, "H": 8, "I": 8}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_dense_experts(mps: str, name: str):
-    """All that PyTorch's products are tested with, but transposed weights, which these kernels do not read."""
-    check_experts(grouped_suite.CASES[name], mps)
+    args = arguments(CASES[name], mps)
+    if name == "short_ids":
+        args["ids"] = args["ids"].clamp(-1, 6).int()
+    check_experts(CASES[name], args)
 
 
-def check_experts(case: Case, mps: str, **numbers: int) -> None:
-    share = case.dims["T"] * case.dims["K"] // case.dims["E"]
-    args, rows = grouped_suite.arguments(case, mps), 16 if share < 12 else 32 if share < 49 else 64
+def check_experts(case: Case, args: Args, times: int = 1, **numbers: int) -> None:
+    slots = case.dims["T"] // times * case.dims["K"] // case.dims["E"]
+    rows = 16 if slots < 12 else 32 if slots < 49 else 64
     with units(**numbers):
         got = []
         ran = kernels(lambda: got.extend(call(torch.ops.moe_metal.experts, "experts", args, case.options)))
-    assert ran == experts_kernels(rows, "half" if case.dtype == HALF else "bfloat")
-    want = expected("experts", grouped_suite.arguments(case), case.options)
+    assert ran == experts_kernels(rows, "half" if case.dtype == HALF else "bfloat", times)
+    want = expected("experts", arguments(case), case.options)
     assert_matches(got, want, case.longest_sum, roundings=ROUNDINGS)
+
+
+def test_a_long_prompt_in_parts(mps: str):
+    case = CASES["biases"]
+    check_experts(case, arguments(case, mps), times=2, dispatch_mflops=1)
+
+
+@pytest.mark.parametrize("gap", [0, 8])
+def test_separate_gate_and_up(mps: str, gap: int):
+    """[E, 2, I, H]: one matrix if there is nothing between the two, as matmul2d requires."""
+    case = dense("gate_up_bias")
+    args = arguments(case, mps)
+    E, I, H = (DIMS[letter] for letter in "EIH")
+    memory = torch.full((E, 2, I + gap, H), torch.nan, dtype=BFLOAT, device=mps)
+    apart = memory[:, :, :I]
+    args["gate_up"] = apart.copy_(args["gate_up"].view(E, 2, I, H))
+    got = []
+    with units():
+        ran = kernels(lambda: got.extend(call(torch.ops.moe_metal.experts, "experts", args, {})))
+    assert (ran == experts_kernels(32, "bfloat")) == (gap == 0)
+    assert_matches(got, expected("experts", arguments(case), {}), case.longest_sum, roundings=ROUNDINGS)
 
 
 @pytest.mark.parametrize("T", [12, 110])
 def test_small_and_large_tiles(mps: str, T: int):
-    """Of 16 and 64 rows, one of which spans two tiles for its expert; rows of weights that end inside a block."""
-    check_experts(grouped_suite.case("gate_up_bias", dims={"T": T, "H": 136}), mps)
+    """Of 16 and 64 rows, one of which spans two tiles for its expert; rows of weights that end inside a tile."""
+    case = dense("gate_up_bias", dims={"T": T, "H": 136})
+    check_experts(case, arguments(case, mps))
 
 
 def packed_experts(packing: Packing, T: int, dtype: torch.dtype) -> tuple[Args, dict]:
@@ -131,9 +181,8 @@ def test_the_host_does_not_wait(mps: str):
 
 
 def test_no_slot_of_any_expert(mps: str):
-    """No tile has rows then."""
-    case = grouped_suite.case(*grouped_suite.BIASES, *grouped_suite.ADDED)
-    args = grouped_suite.arguments(case)
+    """No tile has rows then. All rows of the products are then undefined, and none may reach the output."""
+    args = arguments(CASES["biases"])
     args["ids"] = torch.full_like(args["ids"], -1)
     with units():
         got = call(torch.ops.moe_metal.experts, "experts", {n: t.to(mps) for n, t in args.items()}, {})
@@ -146,19 +195,12 @@ def test_any_grid_and_order_of_threads(mps: str):
     metal_sim.set_orders("forward", "backward", "random:1")
     try:
         with metal_sim.more_threadgroups(3), metal_sim.concurrent_encoders():
-            check_experts(grouped_suite.CASES["biases"], mps, tiles_per_band=3)
+            check_experts(CASES["biases"], arguments(CASES["biases"], mps), tiles_per_band=3)
             with units():
                 args, options = packed_linear(AFFINE[4], 40, BFLOAT, H=128)
                 check_linear(args, options, mps, ["tensor_products32_affine4_bfloat"])
     finally:
         metal_sim.set_orders("forward")
-
-
-def test_tensor_ops_have_priority_over_pytorchs_product(mps: str):
-    import metal_sim
-
-    with metal_sim.grouped_mm():
-        check_experts(grouped_suite.case(), mps, matrix_units=1)
 
 
 # ------------------------------------------------------------------------------------------------ linear
@@ -204,25 +246,51 @@ def linear_kernels(mps: str, args: Args, options: dict) -> list[str]:
     return kernels_of(lambda: torch.ops.moe_metal.linear(**on_device, **options))
 
 
-REFUSED = {
+REFUSED_LINEAR = {
     "float32": packed_linear(AFFINE[4], 20, FLOAT, H=128),
     "columns": packed_linear(MXFP4, 20, BFLOAT, H=224),
     "odd_dense": (Case("linear", "odd", {"T": 20, "N": 8, "H": 76}, dtype=BFLOAT).arguments(), {}),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_LINEAR)
 def test_other_kernels_run_where_rows_do_not_fit(mps: str, name: str):
     with units():
-        (kernel,) = linear_kernels(mps, *REFUSED[name])
+        (kernel,) = linear_kernels(mps, *REFUSED_LINEAR[name])
     assert kernel.startswith("linear_tiles")
 
 
-def test_other_kernels_run_for_transposed_weights(mps: str):
-    case = grouped_suite.CASES["transposed"]
+def late(tensor: Tensor) -> Tensor:
+    """At an address that is no multiple of 16 bytes."""
+    return torch.empty(tensor.numel() + 4, dtype=tensor.dtype, device=tensor.device)[4:].view_as(tensor).copy_(tensor)
+
+
+def in_wider_rows(tensor: Tensor) -> Tensor:
+    """Rows that do not begin at multiples of 16 bytes."""
+    wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 4, dtype=tensor.dtype, device=tensor.device)
+    return wide[..., : tensor.shape[-1]].copy_(tensor)
+
+
+REFUSED_EXPERTS = {
+    "float32": (dense(dtype=FLOAT), {}),
+    "transposed": (dense(dtype=HALF, transposed=True), {}),
+    "odd_H": (dense(dims={"H": 60}), {}),
+    "odd_I": (dense(dims={"I": 36}), {}),
+    "late_x": (dense(), {"x": late}),
+    "late_weight": (dense(), {"down": late}),
+    "wider_rows": (dense(), {"gate_up": in_wider_rows}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_EXPERTS)
+def test_other_kernels_run_where_experts_do_not_fit(mps: str, name: str):
+    case, views = REFUSED_EXPERTS[name]
+    args, got = arguments(case, mps), []
+    args |= {name: view(args[name]) for name, view in views.items()}
     with units():
-        _, ran = grouped_suite.run(grouped_suite.arguments(case, mps), case.options)
+        ran = kernels(lambda: got.extend(call(torch.ops.moe_metal.experts, "experts", args, case.options)))
     assert any("_tiles" in kernel for kernel in ran) and not any("tensor" in kernel for kernel in ran)
+    assert_matches(got, expected("experts", arguments(case), case.options), case.longest_sum)
 
 
 @pytest.mark.parametrize("minor, taken", [(2, False), (3, True)])
@@ -236,13 +304,11 @@ def test_macos_26_3_is_needed(mps: str, minor: int, taken: bool):
 @pytest.mark.parametrize("least, taken", [(0, False), (20, True), (21, False)])
 def test_threshold_of_slots_per_expert(mps: str, least: int, taken: bool):
     """40 tokens with 3 slots, of 6 experts: 20 each. And 20 tokens of a linear layer."""
-    case = grouped_suite.case()
+    args = arguments(dense(), mps)
     with units(tensor_ops=least):
-        _, ran = grouped_suite.run(grouped_suite.arguments(case, mps), {})
+        of_experts = kernels_of(lambda: torch.ops.moe_metal.experts(**args))
         (of_linear,) = linear_kernels(mps, *packed_linear(MXFP4, 20, BFLOAT, H=128))
-    assert (
-        ran == [f"experts_{name}" if "tensor" not in name else name for name in experts_kernels(32, "bfloat")]
-    ) == taken
+    assert (of_experts == experts_kernels(32, "bfloat")) == taken
     assert of_linear.startswith("tensor") == taken
 
 
@@ -275,8 +341,9 @@ def test_warmup_compiles_them(mps: str):
     """On meta, where nothing is encoded."""
     import metal_sim
 
-    case = Case("linear", "warmup", {"T": 40, "N": 24, "H": 64}, dtype=BFLOAT)
-    on_meta = {name: tensor.to("meta") for name, tensor in case.arguments().items()}
-    with units(), metal_sim.record() as record:
-        got = torch.ops.moe_metal.linear.default.redispatch(MPS, **on_meta)
-    assert not record.dispatches and got.shape == (40, 24) and got.is_meta
+    linear = Case("linear", "warmup", {"T": 40, "N": 24, "H": 64}, dtype=BFLOAT)
+    for case, size in {linear: (40, 24), dense(): (DIMS["T"], DIMS["H"])}.items():
+        on_meta = {name: tensor.to("meta") for name, tensor in case.arguments().items()}
+        with units(), metal_sim.record() as record:
+            got = getattr(torch.ops.moe_metal, case.op).default.redispatch(MPS, **on_meta)
+        assert not record.dispatches and got.shape == size and got.is_meta

@@ -1,7 +1,7 @@
 """Runs Apple's own compilers on every shader: `make shaders`, on a Mac with Xcode and its Metal toolchain. It needs no
 GPU.
 
-    python tools/compile_shaders.py                            # everything that csrc/mps/launch.mm can compile
+    python tools/compile_shaders.py                            # everything that csrc/mps/pipelines.mm compiles
     python tools/compile_shaders.py --only "linear.*=affine4"  # the libraries whose name matches
     python tools/compile_shaders.py --versions 3.2 --archs g13s --stages native
 
@@ -41,7 +41,7 @@ VERSIONS = {"3.1": 14, "3.2": 15, "4.0": 26, "4.1": 27}
 FIRST = {"tensor_ops": "4.0"}
 #: The oldest supported toolchain knows the GPUs from M1 to M4; newer ones are tried too.
 GENERATIONS, REQUIRED = range(13, 22), range(13, 17)
-#: The maths options of launch.mm. Constants of headers are in the flattened text, where clang cannot see their use.
+#: The maths options of pipelines.mm. Constants of headers are in the flattened text, where clang cannot see their use.
 FLAGS = ["-fmetal-math-mode=safe", "-fmetal-math-fp32-functions=precise", "-Wall", "-Wextra", "-Werror"]
 FLAGS += ["-Wno-unused-const-variable"]
 START = "#include <metal_stdlib>\nusing namespace metal;\n"

@@ -1,8 +1,8 @@
 """Checks whether PyTorch can compute on this machine's Apple GPU: `python tools/mps.py [--needed]`.
 
 A virtual Mac has a virtual GPU. PyTorch reports it as available, but the first allocation on it may fail, and it lacks
-features that our kernels need (check_device in csrc/mps/launch.mm). So this checks the GPU's name and computes a sum.
-With `--needed` it fails if there is no usable device. In a GitHub job it also writes the result for the next steps
+features that our kernels need (check_device in csrc/mps/pipelines.mm). So this checks the GPU's name and computes a
+sum. With `--needed` it fails if there is no usable device. In a GitHub job it also writes the result for the next steps
 (`mps=true` or `mps=false`) and into the job's summary.
 """
 

@@ -4,7 +4,7 @@ They are saved per GPU name and torch version in one JSON file, which contains o
 
     {"Apple M4 Max": {"2.13.0": {"tiles_per_band": 4, "few_tokens": 12}}}
 
-The settings that select the matrix units are also saved per macOS, under "2.15.0, macOS 26.5": another macOS compiles
+The setting that selects the matrix units is also saved per macOS, under "2.15.0, macOS 26.5": another macOS compiles
 those kernels again, and with some versions they were wrong, only at the sizes of real models.
 
 The file is `path()`, in the user's cache folder. The environment variable MOE_METAL_TUNING names another file; if it is
@@ -23,7 +23,7 @@ from . import macos
 
 ops = torch.ops.moe_metal
 Settings = dict[str, int]
-PER_MACOS = ("matrix_units", "tensor_ops")  # they select PyTorch's or Apple's kernels for products
+PER_MACOS = ("tensor_ops",)  # it selects Apple's kernels for products
 
 
 def torch_and_macos() -> str:

@@ -14,8 +14,8 @@ OLDEST_TORCH = "2.14"
 def version() -> str:
     """For example 26.5, from the kernel's release; empty on other systems.
 
-    macOS 26 reports 16 to a Python that was linked for an older SDK, as many are. csrc/mps/launch.mm does the same in
-    C++."""
+    macOS 26 reports 16 to a Python that was linked for an older SDK, as many are. csrc/mps/pipelines.mm does the same
+    in C++."""
     if platform.system() != "Darwin":
         return ""
     darwin, minor, *_ = platform.release().split(".")

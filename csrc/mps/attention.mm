@@ -11,19 +11,19 @@ namespace {
 Kernels wide64_kernels("attention", "attention_64_wide", kAttentionThreads, "wide64");
 Kernels wide128_kernels("attention", "attention_128_wide", kAttentionThreads, "wide128");
 Kernels any_kernels("attention", "attention", kAttentionThreads, "any");
-Kernels combine_kernels("attention", "attention_combine", kCombineThreads, "combine");
+Kernels combine_kernels("attention_combine", kCombineThreads);
 
-// A kernel, and the chunks of a key and of a value that one of its simdgroups keeps in registers.
+// A kernel, and how many tiles of columns of keys and of values one of its simdgroups keeps in registers.
 struct AttentionKernel {
   Kernels& kernels;
-  int64_t key_chunks, value_chunks;
+  int64_t key_tiles, value_tiles;
 };
 
-// Whether runs of 8 elements are contiguous and aligned for loads of 16 bytes.
+// Whether chunks of 8 elements are contiguous and aligned for loads of 16 bytes.
 bool is_wide(const Tensor& tensor) {
-  const int64_t unit = 16 / tensor.element_size();
-  bool wide = tensor.size(3) % 8 == 0 && tensor.stride(3) == 1 && tensor.storage_offset() % unit == 0;
-  for (int d = 0; d < 3; ++d) wide &= tensor.size(d) == 1 || tensor.stride(d) % unit == 0;
+  const int64_t loaded = 16 / tensor.element_size();
+  bool wide = tensor.size(3) % 8 == 0 && tensor.stride(3) == 1 && tensor.storage_offset() % loaded == 0;
+  for (int d = 0; d < 3; ++d) wide &= tensor.size(d) == 1 || tensor.stride(d) % loaded == 0;
   return wide;
 }
 
@@ -70,43 +70,45 @@ AttentionParams attention_params(const Attention& call) {
 
 // Divides the work into threadgroups. -> their grid
 //
-// As many simdgroups share the columns of keys and values as needed to keep them in registers. The others of the
-// threadgroup take more rows, if there are any, which then read the same keys from the cache; else more keys. If that
-// leaves too few threadgroups to keep the GPU busy, threadgroups also share the keys of the same rows, as long as each
-// has enough of them: they write partial sums, which the second kernel combines. A part is a whole number of turns, so
-// that no stream idles in the last one.
-Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& params) {
-  const int64_t key_chunks = ceil_div(call.D, kAttentionKeyColumns);
-  const int64_t value_chunks = ceil_div(call.V, kAttentionValueColumns);
-  // With the longest keys (576, MLA), 1 chunk in 9 is not kept in registers, but loaded again for each block of keys.
-  const auto fits = [&](int64_t slices) {
-    return slices * kernel.key_chunks >= key_chunks && slices * kernel.value_chunks >= value_chunks;
+// 1. As many simdgroups divide the columns of keys and values as needed to keep them in registers.
+// 2. The other simdgroups of the threadgroup get more rows, if there are any: these read the same keys from the cache.
+//    Otherwise they get other keys.
+// 3. If that leaves too few threadgroups to keep the GPU busy, threadgroups also divide the keys of the same rows, as
+//    long as each has enough of them. They write partial sums, which the second kernel combines. Each of these parts is
+//    a multiple of the keys that the simdgroups of a threadgroup read at a time, so every simdgroup works to its end.
+Grid divide(const Attention& call, const AttentionKernel& kernel, AttentionParams& params) {
+  const int64_t key_tiles = ceil_div(call.D, kAttentionKeyColumns);
+  const int64_t value_tiles = ceil_div(call.V, kAttentionValueColumns);
+  // With the longest keys (576, MLA), 1 tile in 9 is not kept in registers, but loaded again for each 32 keys.
+  const auto fits = [&](int64_t column_parts) {
+    return column_parts * kernel.key_tiles >= key_tiles && column_parts * kernel.value_tiles >= value_tiles;
   };
-  int64_t slices = 1, tiles = 1;
-  while (slices < kAttentionSimdgroups && !fits(slices)) slices *= 2;
-  while (slices * tiles < kAttentionSimdgroups && tiles * kAttentionRows < params.rows) tiles *= 2;
-  const int64_t row_blocks = ceil_div(params.rows, tiles * kAttentionRows);
-  const int64_t column_blocks = ceil_div(value_chunks, slices * kernel.value_chunks);
-  const int64_t x = row_blocks * call.B * call.J, first = call.first_key(0), keys = call.last_key(call.T - 1) - first;
-  const int64_t enough = tuning().target_simdgroups / (kAttentionSimdgroups * x * column_blocks);
-  const int64_t most = std::min(enough, ceil_div(keys, tuning().attention_keys * tiles));
-  const int64_t turn = kAttentionKeys * (kAttentionSimdgroups / slices / tiles);  // keys of all streams in one turn
-  const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), turn) * turn;
-  params.slices = to_uint(slices);
-  params.tiles = to_uint(tiles);
-  params.row_blocks = to_uint(row_blocks);
+  int64_t column_parts = 1, row_tiles = 1;
+  while (column_parts < kAttentionSimdgroups && !fits(column_parts)) column_parts *= 2;
+  while (column_parts * row_tiles < kAttentionSimdgroups && row_tiles * kAttentionRows < params.rows) row_tiles *= 2;
+  const int64_t row_threadgroups = ceil_div(params.rows, row_tiles * kAttentionRows);
+  const int64_t column_threadgroups = ceil_div(value_tiles, column_parts * kernel.value_tiles);
+  const int64_t x = row_threadgroups * call.B * call.J;
+  const int64_t first = call.first_key(0), keys = call.last_key(call.T - 1) - first;
+  const int64_t enough = tuning().target_simdgroups / (kAttentionSimdgroups * x * column_threadgroups);
+  const int64_t most = std::min(enough, ceil_div(keys, tuning().attention_keys * row_tiles));
+  const int64_t keys_at_once = kAttentionKeys * (kAttentionSimdgroups / column_parts / row_tiles);
+  const int64_t part_keys = ceil_div(ceil_div(keys, std::max<int64_t>(most, 1)), keys_at_once) * keys_at_once;
+  params.column_parts = to_uint(column_parts);
+  params.row_tiles = to_uint(row_tiles);
+  params.row_threadgroups = to_uint(row_threadgroups);
   params.first_key = to_uint(first);
   params.part_keys = to_uint(part_keys);
   params.parts = keys > 0 ? to_uint(ceil_div(keys, part_keys)) : 1;
   to_uint(x);
-  return {x, params.parts * column_blocks, kAttentionThreads};
+  return {x, params.parts * column_threadgroups, kAttentionThreads};
 }
 
 void run(const Attention& call) {
   const at::ScalarType dtype = call.q.scalar_type();
   const AttentionKernel kernel = attention_kernel(call);
   AttentionParams params = attention_params(call);
-  const Grid grid = cut(call, kernel, params);
+  const Grid grid = divide(call, kernel, params);
   const Tensor none;  // without keys, these tensors have no memory
   const Tensor &k = call.S ? call.k : none, &v = call.S ? call.v : none, &mask = call.S ? call.mask : none;
   if (params.parts == 1) {
@@ -114,8 +116,8 @@ void run(const Attention& call) {
     return;
   }
   const int64_t rows = call.B * call.A * call.T, all = rows * params.parts;
-  params.sums_at = ceil_div(2 * all, kVectorWidth) * kVectorWidth;
-  const int64_t length = static_cast<int64_t>(params.sums_at) + all * ceil_div(call.V, kVectorWidth) * kVectorWidth;
+  params.sums_offset = ceil_div(2 * all, kVectorWidth) * kVectorWidth;
+  const int64_t length = static_cast<int64_t>(params.sums_offset) + all * ceil_div(call.V, kVectorWidth) * kVectorWidth;
   const Tensor parts = at::empty({length}, call.q.options().dtype(at::kFloat));
   to_uint(rows);
   const int simdgroups = std::min<int>(ceil_div(params.parts, kPartsAtOnce), kCombineSimdgroups);

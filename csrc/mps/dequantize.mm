@@ -18,11 +18,11 @@ WeightParams byte_params(const Weight& weight) {
 
 void run(const Dequantize& call) {
   const Weight& weight = call.weight;
-  const int64_t pieces = ceil_div(weight.columns, kNarrowColumns), all = call.output.numel() / weight.columns * pieces;
-  const DequantizeParams params = {.all_pieces = static_cast<uint64_t>(all),
+  const int64_t chunks = ceil_div(weight.columns, kNarrowColumns), all = call.output.numel() / weight.columns * chunks;
+  const DequantizeParams params = {.all_chunks = static_cast<uint64_t>(all),
                                    .rows = to_uint(weight.rows),
                                    .columns = to_uint(weight.columns),
-                                   .pieces = to_uint(pieces),
+                                   .chunks = to_uint(chunks),
                                    .dense_type = number_type(weight.data),
                                    .weight = byte_params(weight)};
   launch(kernels(call.output.scalar_type(), weight.format), Grid{ceil_div(all, kThreads), 1, kThreads}, weight.data,

@@ -42,10 +42,10 @@ GluAccess access(const Glu& call, const Layout& layout) {
   const bool one_row = middle.size * outer.size == 1;
   if (!one_row && !fours(inner.size, middle.gate, middle.up, outer.gate, outer.up)) return GluAccess::strided;
   const int64_t gate = call.gate.storage_offset(), up = call.up.storage_offset();
-  if (inner.gate == 1 && inner.up == 1 && fours(gate, up)) return GluAccess::wide;
-  const bool in_turn = inner.gate == 2 && inner.up == 2 && call.gate.is_alias_of(call.up) && up == gate + 1 &&
-                       middle.gate == middle.up && outer.gate == outer.up;
-  return in_turn && fours(gate) ? GluAccess::interleaved : GluAccess::strided;
+  if (inner.gate == 1 && inner.up == 1 && fours(gate, up)) return GluAccess::contiguous;
+  const bool alternate = inner.gate == 2 && inner.up == 2 && call.gate.is_alias_of(call.up) && up == gate + 1 &&
+                         middle.gate == middle.up && outer.gate == outer.up;
+  return alternate && fours(gate) ? GluAccess::interleaved : GluAccess::strided;
 }
 
 GluStrides strides(const Layout& layout, int64_t Dimension::* tensor) {

@@ -1,4 +1,5 @@
-// Launching the kernels of shaders/*.metal on PyTorch's MPS stream. launch.mm is the only file that knows Metal.
+// Launching the kernels of shaders/*.metal on PyTorch's MPS stream. Only launch.mm, which encodes and commits, and
+// pipelines.mm, which compiles, use Metal's runtime.
 //
 //   Kernels kernels("norm_add");                                // norm_add_float, norm_add_half and norm_add_bfloat
 //   launch(kernels[dtype], grid, input, output, Params{...});  // arguments are bound in this order, from 0
@@ -35,18 +36,18 @@ struct Kernel {
         format(format),
         max_threads(max_threads),
         part(part),
-        next(std::exchange(first, this)) {}
+        previous(std::exchange(newest, this)) {}
 
   const char* const shader;    // shaders/<shader>.metal
   const char* const function;  // the part of its host_name before the dtypes
   const int dtypes;            // index into the dtype names in launch.mm; -1: the kernel has no dtype
   const Format* const format;
-  const int max_threads;   // per threadgroup; fewer leave each thread more registers
+  const int max_threads;   // per threadgroup; with fewer threads each may use more registers
   const char* const part;  // of its file, see `in_part` in common.h; empty: a library contains the whole file
   std::atomic<const Pipeline*> pipeline = nullptr;
   std::atomic<bool> is_refused = false;  // compiles() has failed
-  Kernel* const next;                    // the kernel constructed before this one
-  static inline Kernel* first = nullptr;
+  Kernel* const previous;                // all kernels form a list, newest first
+  static inline Kernel* newest = nullptr;
 };
 
 // The kernels `<function>_<dtype>` of one function, or `<function>_<dtype>_<parameter dtype>` if called with two
@@ -124,7 +125,7 @@ struct Dispatch {
 };
 
 // Encodes the dispatches. Each sees the results of the ones before it; dispatches with an empty grid are skipped. All
-// arguments must be ready, since at:: ops cannot run meanwhile. Encoded work is committed from time to time. With
+// arguments must be ready: at:: ops cannot run during the encoding. Encoded work is committed from time to time. With
 // tensors on the meta device, launch only compiles the kernels, which Python uses for background compilation
 // (warmup.py).
 void launch(std::initializer_list<Dispatch> dispatches);

@@ -11,18 +11,18 @@ namespace moe_metal {
 // `count` rows of `length` elements in contiguous tensors. Loads of four elements need rows that all start at a
 // multiple of four.
 inline RowShape row_shape(int64_t count, int64_t length, std::initializer_list<const Tensor*> tensors) {
-  bool wide = length % kVectorWidth == 0;
-  for (const Tensor* tensor : tensors) wide &= !tensor->defined() || tensor->storage_offset() % kVectorWidth == 0;
-  return {.count = to_uint(count), .length = to_uint(length), .wide = wide};
+  bool aligned = length % kVectorWidth == 0;
+  for (const Tensor* tensor : tensors) aligned &= !tensor->defined() || tensor->storage_offset() % kVectorWidth == 0;
+  return {.count = to_uint(count), .length = to_uint(length), .aligned = aligned};
 }
 
-// The threads of a row. With few rows, a thread has one chunk of four elements, since only latency matters. With many
-// rows it has four chunks, which keeps as many loads in flight with fewer threads to sum over. The result is a multiple
-// of a simdgroup. 1024 threads are only for rows that do not fit in the registers of fewer, at four chunks each.
+// The threads of a row, a multiple of a simdgroup. With few rows, a thread has one chunk of four elements, since only
+// latency matters. With many rows it has four chunks: as many loads are in flight, with fewer threads to sum over.
+// There are 1024 threads only if fewer threads, with four chunks each, cannot hold the row in registers.
 inline int threads_for_row(int64_t rows, int64_t length) {
-  const int64_t each = rows <= 32 ? kVectorWidth : 4 * kVectorWidth;
+  const int64_t of_thread = rows <= 32 ? kVectorWidth : 4 * kVectorWidth;
   const int64_t most = length <= 4 * kVectorWidth * tuning().row_threads ? tuning().row_threads : 1024;
-  return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(length, each), kSimdgroup) * kSimdgroup, most));
+  return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(length, of_thread), kSimdgroup) * kSimdgroup, most));
 }
 
 // A norm needs the sum over its whole row, so a row is one threadgroup.
@@ -38,13 +38,13 @@ class RowKernels {
   Kernels half_, whole_;
 };
 
-constexpr int kBlockThreads = 256;
+constexpr int kElementThreads = 256;
 
-// Without a norm, rows are cut into blocks. With few rows, blocks have one simdgroup, to use the whole GPU.
-inline Grid grid_of_blocks(int64_t rows, int64_t length) {
+// Without a norm, several threadgroups divide a row. With few rows they have one simdgroup each, to use the whole GPU.
+inline Grid grid_of_elements(int64_t rows, int64_t length) {
   const int64_t chunks = ceil_div(length, kVectorWidth);
   const int64_t threads =
-      std::min<int64_t>(ceil_div(chunks, kSimdgroup) * kSimdgroup, rows <= 32 ? kSimdgroup : kBlockThreads);
+      std::min<int64_t>(ceil_div(chunks, kSimdgroup) * kSimdgroup, rows <= 32 ? kSimdgroup : kElementThreads);
   return {rows, ceil_div(chunks, threads), static_cast<int>(threads)};
 }
 

@@ -25,7 +25,7 @@ struct Setting {
 
 constexpr int64_t kLargest = 1 << 30;
 constexpr Setting kSettings[] = {
-    {"decode_simdgroups", &Tuning::decode_simdgroups, 1, kChunkSimdgroups, Setting::power_of_two},
+    {"decode_simdgroups", &Tuning::decode_simdgroups, 1, kRowSimdgroups, Setting::power_of_two},
     {"target_simdgroups", &Tuning::target_simdgroups, 1, kLargest},
     {"decode_max_slots_percent", &Tuning::decode_max_slots_percent, 0, kLargest},
     {"gate_up_pairs_percent", &Tuning::gate_up_pairs_percent, 0, kLargest},
@@ -35,7 +35,6 @@ constexpr Setting kSettings[] = {
     {"tile32_min_rows", &Tuning::tile32_min_rows, 1, kLargest},
     {"tile64_min_rows", &Tuning::tile64_min_rows, 1, kLargest},
     {"tiles_per_band", &Tuning::tiles_per_band, 1, 64},
-    {"matrix_units", &Tuning::matrix_units, 0, kLargest},
     {"tensor_ops", &Tuning::tensor_ops, 0, kLargest},
     {"gate_min_tiles", &Tuning::gate_min_tiles, 0, kLargest},
     {"row_threads", &Tuning::row_threads, kSimdgroup, 1024, Setting::whole_simdgroups},

@@ -5,10 +5,10 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("weighted_sum", kBlockThreads);
+Kernels kernels("weighted_sum", kElementThreads);
 
 void run(const WeightedSum& call) {
-  launch(kernels[call.slots.scalar_type()], grid_of_blocks(call.T, call.H), call.slots, call.weights, call.shared,
+  launch(kernels[call.slots.scalar_type()], grid_of_elements(call.T, call.H), call.slots, call.weights, call.shared,
          call.shared_gate, call.residual, call.output, weighted_sum_params(call));
 }
 

@@ -5,10 +5,10 @@
 namespace moe_metal {
 namespace {
 
-Kernels kernels("weighted_sum_residual_", kBlockThreads);
+Kernels kernels("weighted_sum_residual_", kElementThreads);
 
 void run(const WeightedSum& call) {
-  launch(kernels[call.slots.scalar_type()], grid_of_blocks(call.T, call.H), call.slots, call.weights, call.residual,
+  launch(kernels[call.slots.scalar_type()], grid_of_elements(call.T, call.H), call.slots, call.weights, call.residual,
          weighted_sum_params(call));
 }
 

@@ -40,38 +40,38 @@ inline ScaleParams factor_params(const Tensor& tensor) {
   return {.expert = tensor.defined() && tensor.dim() > 1 ? tensor.stride(-2) * tensor.element_size() : 0};
 }
 
-// Whether pieces of `columns` columns are aligned for the widest loads that their length allows. In formats with
+// Whether chunks of `columns` columns are aligned for the widest loads that their length allows. In formats with
 // blocks, the length of a block counts instead.
 inline bool is_aligned(const Weight& weight, int64_t columns) {
   const Format& format = *weight.format;
   const int64_t bytes = format.has_own_scales() ? format.bytes : columns * format.bits / 8;
-  const int64_t unit = bytes_at_once(static_cast<uint32_t>(bytes));
+  const int64_t width = bytes_at_once(static_cast<uint32_t>(bytes));
   return all_multiples(
-      unit, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row, weight.gap});
+      width, {weight.data.storage_offset() * weight.data.element_size(), weight.expert, weight.row, weight.gap});
 }
 
-// `run` consecutive rows of a transposed weight are read together.
-inline WeightLayout dense_layout(const Weight& weight, int64_t run) {
+// `neighbours`: how many consecutive rows of a transposed weight are contiguous; lanes read several of them at once.
+inline WeightLayout dense_layout(const Weight& weight, int64_t neighbours) {
   const int64_t elements = 16 / weight.data.element_size(), offset = weight.data.storage_offset();
   if (weight.column <= weight.row || weight.gap != 0) {
     const bool fits = all_multiples(elements, {offset, weight.expert, weight.row, weight.gap, weight.columns});
     return weight.column == 1 && fits ? WeightLayout::rows_wide : WeightLayout::rows;
   }
-  const bool fits = all_multiples(elements, {offset, weight.expert, weight.column, run});
+  const bool fits = all_multiples(elements, {offset, weight.expert, weight.column, neighbours});
   return weight.row == 1 && fits ? WeightLayout::columns_wide : WeightLayout::columns;
 }
 
-inline WeightParams weight_params(const Weight& weight, int64_t run) {
+inline WeightParams weight_params(const Weight& weight, int64_t neighbours) {
   WeightParams params = {
       .expert = weight.expert,
       .row = weight.row,
       .column = weight.column,
       .gap = weight.gap,
-      .split = 1,
+      .parts = 1,
       .gap_at = static_cast<uint32_t>(std::min<int64_t>(weight.half, std::numeric_limits<uint32_t>::max())),
   };
   if (weight.format->is_dense()) {
-    params.layout = dense_layout(weight, run);
+    params.layout = dense_layout(weight, neighbours);
     return params;
   }
   if (!weight.format->has_own_scales()) {
@@ -88,7 +88,7 @@ inline WeightParams weight_params(const Weight& weight, int64_t run) {
 
 // Whether all offsets within an expert's matrix, its scales and its offsets fit in 32 bits. The gap between separate
 // gate and up matrices is added in 64 bits and does not count.
-inline bool has_short_places(const Weight& weight, const WeightParams& params) {
+inline bool has_short_offsets(const Weight& weight, const WeightParams& params) {
   const int64_t last = std::max<int64_t>(weight.rows - 1, 0), groups = weight.columns >> params.group_shift;
   const auto fits = [&](int64_t row, int64_t length) {
     constexpr int64_t most = int64_t{1} << 32;
@@ -99,48 +99,48 @@ inline bool has_short_places(const Weight& weight, const WeightParams& params) {
          fits(params.scale.row, params.scale.group * groups) && fits(params.offset.row, params.offset.group * groups);
 }
 
-// Whether decode can use its fast kernels, which read whole pieces of kPackedColumns. Readers of formats with a fixed
+// Whether decode can use its fast kernels, which read whole chunks of kPackedColumns. Readers of formats with a fixed
 // group size support any size.
-inline bool whole_pieces(const Weight& weight, const WeightParams& params) {
+inline bool whole_chunks(const Weight& weight, const WeightParams& params) {
   const bool whole_groups = weight.format->scale_columns > 0 || weight.group >= kPackedColumns;
   return whole_groups && weight.columns % kPackedColumns == 0 && is_aligned(weight, kPackedColumns) &&
-         has_short_places(weight, params);
+         has_short_offsets(weight, params);
 }
 
 // How decode divides the rows of one product into threadgroups.
 struct Cut {
   int64_t rows;     // of a simdgroup if by_rows, else of a threadgroup
-  int64_t columns;  // the least that is worth another simdgroup
+  int64_t columns;  // at least so many for another simdgroup
   bool by_rows;
 };
 
 inline Cut row_cut(const Weight& weight, int64_t element_size) {
-  if (weight.format->is_dense()) return {kChunkRows, 512 / element_size, true};
-  return {kChunkRows * (32 / kPackedLanes), kPackedLanes * kPackedColumns, true};
+  if (weight.format->is_dense()) return {kDotRows, 512 / element_size, true};
+  return {kDotRows * (32 / kPackedLanes), kPackedStep, true};
 }
 
-// If there are too few rows to keep the GPU busy, several simdgroups share the columns of the same rows.
+// If there are too few rows to keep the GPU busy, the columns of a row are divided into parts, one per simdgroup.
 // x: slots or tokens; rows: rows of weights for each of them; columns: columns to sum over.
 inline Grid grid_of(WeightParams& weight, const Cut& cut, int64_t x, int64_t rows, int64_t columns) {
-  const int64_t groups = x * ceil_div(rows, cut.rows);
-  const uint32_t most = cut.by_rows ? kChunkSimdgroups : kMaxSplit;
-  weight.split = cut.by_rows ? 1 : static_cast<uint32_t>(cut.rows / 32);  // the final sums need a thread per row
-  while (weight.split < most && weight.split * cut.columns < columns &&
-         weight.split * groups < tuning().target_simdgroups) {
-    weight.split *= 2;
+  const int64_t tiles = x * ceil_div(rows, cut.rows);
+  const uint32_t most = cut.by_rows ? kRowSimdgroups : kColumnSimdgroups;
+  weight.parts = cut.by_rows ? 1 : static_cast<uint32_t>(cut.rows / 32);  // the final sums need a thread per row
+  while (weight.parts < most && weight.parts * cut.columns < columns &&
+         weight.parts * tiles < tuning().target_simdgroups) {
+    weight.parts *= 2;
   }
   if (cut.by_rows) {
-    const int64_t simdgroups = std::max<int64_t>(weight.split, tuning().decode_simdgroups);
-    return {x, ceil_div(rows, simdgroups / weight.split * cut.rows), static_cast<int>(32 * simdgroups)};
+    const int64_t simdgroups = std::max<int64_t>(weight.parts, tuning().decode_simdgroups);
+    return {x, ceil_div(rows, simdgroups / weight.parts * cut.rows), static_cast<int>(32 * simdgroups)};
   }
-  return {x, ceil_div(rows, cut.rows), static_cast<int>(32 * weight.split)};
+  return {x, ceil_div(rows, cut.rows), static_cast<int>(32 * weight.parts)};
 }
 
 // The rows of `count` tokens; an undefined tensor stays undefined.
 inline Tensor rows_of(const Tensor& tensor, int64_t tokens, int64_t first, int64_t count) {
   return tensor.defined() ? tensor.view({tokens, -1}).narrow(0, first, count) : tensor;
 }
-// The tokens of one dispatch, each of which takes `flops` operations: all of them, or parts of about equal size.
+// How many tokens one dispatch takes if a token costs `flops`: all of them, or nearly equal parts.
 inline int64_t tokens_at_once(int64_t tokens, double flops) {
   const double most = std::max(1.0, std::floor(1e6 * tuning().dispatch_mflops / flops));
   return tokens <= most ? tokens : ceil_div(tokens, static_cast<int64_t>(std::ceil(tokens / most)));

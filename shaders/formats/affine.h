@@ -6,7 +6,7 @@ namespace moe_metal {
 
 template <uint Columns, uint Bits>
 struct Affine {
-  using Layout = Stream<Columns, Bits>;
+  using Layout = PlainLayout<Columns, Bits>;
   enum : uint {
     columns = Columns,
     bits = Bits,
@@ -25,12 +25,12 @@ struct Affine {
   };
 
   static constexpr uint bit(uint i) { return i * bits % 32; }
-  static constexpr uint place(uint i) { return halves ? bit(i) % 8 : 0; }
+  static constexpr uint exponent(uint i) { return halves ? bit(i) % 8 : 0; }
 
   // For widths that divide 32: code i and the one 16 bits higher stay at their bit positions and are used as subnormal
   // halves, where the lowest bit is 2^-24. x, which all rows share, is scaled down to compensate for the positions.
   static half2 pair(uint word, uint i) {
-    const uint mask = ((1u << bits) - 1) << place(i);
+    const uint mask = ((1u << bits) - 1) << exponent(i);
     return as_type<half2>((bit(i) % 16 < 8 ? word : word >> 8) & (mask | mask << 16));
   }
   // For any width: puts a code, which may span two words, in the lowest bits of the float 2^11, where 1 is 2^-12.
@@ -44,7 +44,7 @@ struct Affine {
   }
   template <bool centred>
   static float number(half code, uint i) {
-    return centred ? float(code) - float(middle) / float(factor) * float(1u << place(i)) : float(code);
+    return centred ? float(code) - float(middle) / float(factor) * float(1u << exponent(i)) : float(code);
   }
 
   template <bool centred, uint N>

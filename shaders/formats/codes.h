@@ -1,9 +1,9 @@
-// Shared by the readers of packed weights. A reader is a template over the columns of a piece, kPackedColumns (wide) or
+// Shared by the readers of packed weights. A reader is a template over the columns of a chunk, kPackedColumns (wide) or
 // kNarrowColumns, with these members:
-//   Layout         the place of a piece in its row, and how to load it: Stream, or BlockLayout in ggml.h
-//   columns        of a piece; words: the number of words that hold it
-//   groups         the number of groups of a piece with separate scales, 1 or 2
-//   distance       from the first 16 columns of a wide piece to the second 16
+//   Layout         the position of a chunk in its row, and how to load it: PlainLayout, or BlockLayout in ggml.h
+//   columns        of a chunk; words: the number of words that hold it
+//   groups         the number of groups of a chunk with separate scales, 1 or 2
+//   distance       from the first 16 columns of a wide chunk to the second 16
 //   scale_rows     the number of rows that share a scale
 //   own_scales     the blocks contain scales and offsets, which Layout::numbers returns
 //   e8m0_scale     scales are powers of two
@@ -11,7 +11,7 @@
 //   has_offset     a value is scale * factor * code + offset, else scale * (factor * code - zero)
 //   factor         the factor by which codes from `eight` are too small: it keeps sums finite until they are scaled
 //   middle, zero   the middle of unsigned codes, else 0; the code of the value 0 in formats without an offset
-//   eight          codes i to i + 7 as floats, each times 2^place(i); if `centred`, minus the middle
+//   eight          codes i to i + 7 as floats, each times 2^exponent(i); if `centred`, minus the middle
 //   is_nan         whether code i is NaN; nan_bits: not 0 if any code of a word is NaN
 // `i` is a compile-time constant wherever these are called, in unrolled loops.
 #pragma once
@@ -34,27 +34,27 @@ struct Words {
 
 // ------------------------------------------------------------------------------------------ loads
 
-// Loads `count` words with loads of `unit` bytes. If `unit` is 1 or 2, packed vectors are loaded, which have the
+// Loads `count` words with loads of `width` bytes. If `width` is 1 or 2, packed vectors are loaded, which have the
 // alignment of one element.
-template <uint unit, uint count, uint N>
+template <uint width, uint count, uint N>
 void load_words(device const uchar* from, uint first, thread Words<N>& words) {
-  static_assert(unit > 2 ? count % (unit / 4) == 0 : true, "words are loaded whole");
-  if (unit == 16) {
+  static_assert(width > 2 ? count % (width / 4) == 0 : true, "words are loaded whole");
+  if (width == 16) {
 #pragma unroll
     for (uint n = 0; n < count / 4; ++n) {
       const uint4 four = reinterpret_cast<device const uint4*>(from)[n];
       for (uint m = 0; m < 4; ++m) words.at[first + 4 * n + m] = four[m];
     }
-  } else if (unit == 8) {
+  } else if (width == 8) {
 #pragma unroll
     for (uint n = 0; n < count / 2; ++n) {
       const uint2 two = reinterpret_cast<device const uint2*>(from)[n];
       for (uint m = 0; m < 2; ++m) words.at[first + 2 * n + m] = two[m];
     }
-  } else if (unit == 4) {
+  } else if (width == 4) {
 #pragma unroll
     for (uint n = 0; n < count; ++n) words.at[first + n] = reinterpret_cast<device const uint*>(from)[n];
-  } else if (unit == 2) {
+  } else if (width == 2) {
 #pragma unroll
     for (uint n = 0; n < count / 2; ++n) {
       const uint2 two = as_type<uint2>(ushort4(reinterpret_cast<device const packed_ushort4*>(from)[n]));
@@ -72,15 +72,15 @@ void load_words(device const uchar* from, uint first, thread Words<N>& words) {
   }
 }
 
-// Loads the first `count` of a piece's `columns` codes; the others become 0. `aligned`: rows are aligned for the widest
-// loads that the length of a piece allows.
+// Loads the first `count` of a chunk's `columns` codes; the others become 0. `aligned`: rows are aligned for the widest
+// loads that the length of a chunk allows.
 template <uint columns, uint bits, uint N>
 void load_codes(device const uchar* from, uint count, bool aligned, thread Words<N>& words) {
-  constexpr uint bytes = columns * bits / 8, unit = bytes_at_once(bytes);
-  static_assert(4 * N >= bytes, "a piece fits its words");
+  constexpr uint bytes = columns * bits / 8, width = bytes_at_once(bytes);
+  static_assert(4 * N >= bytes, "a chunk fits its words");
   if (aligned && count >= columns) {
-    if (unit > 2) {
-      constexpr uint load = unit < 4 ? 4 : unit, whole = unit < 4 ? 1 : bytes / 4;  // valid in branches not taken
+    if (width > 2) {
+      constexpr uint load = width < 4 ? 4 : width, whole = width < 4 ? 1 : bytes / 4;  // valid in branches not taken
       load_words<load, whole>(from, 0, words);
       return;
     }
@@ -99,28 +99,28 @@ void load_codes(device const uchar* from, uint count, bool aligned, thread Words
   }
 }
 
-// ------------------------------------------------------------------------------------------ places of pieces
+// ------------------------------------------------------------------------------------------ positions of chunks
 
-// The place of a piece: its block begins at `byte` of its row. It is the `piece`-th wide piece of the block or, if it
-// is narrow, half number `run` of that.
-struct Spot {
-  uint byte, piece, run;
+// A chunk's block begins at `byte` of its row. It is wide chunk number `chunk` of the block or, if it is narrow, the
+// first or the second half of that.
+struct ChunkPosition {
+  uint byte, chunk, second;
 };
 
 // A row of consecutive codes, from the lowest bit of its first byte on.
 template <uint columns, uint bits>
-struct Stream {
-  static Spot spot(uint column) {
-    Spot found = {};
+struct PlainLayout {
+  static ChunkPosition position(uint column) {
+    ChunkPosition found = {};
     found.byte = column / 8 * bits;
     return found;
   }
   template <uint N>
-  static void load(device const uchar* row, Spot spot, uint count, bool aligned, thread Words<N>& words) {
-    load_codes<columns, bits>(row + spot.byte, count, aligned, words);
+  static void load(device const uchar* row, ChunkPosition at, uint count, bool aligned, thread Words<N>& words) {
+    load_codes<columns, bits>(row + at.byte, count, aligned, words);
   }
   template <uint N, uint G>
-  static void numbers(thread const Words<N>&, Spot, thread Floats<G>&, thread Floats<G>&) {}
+  static void numbers(thread const Words<N>&, ChunkPosition, thread Floats<G>&, thread Floats<G>&) {}
 };
 
 }  // namespace moe_metal

@@ -5,7 +5,7 @@
 namespace moe_metal {
 
 // The bits of e2m1 are used as those of a half, which scales the value by 2^-14; 0.5 becomes a subnormal half. In the
-// upper byte of the half, the sign keeps its place and the magnitude is three bits lower. This is done for four codes
+// upper byte of the half, the sign keeps its bit and the magnitude is three bits lower. This is done for four codes
 // at once, in the upper or the lower four bits of a word's bytes. Shifts are expensive on Apple's GPUs, but shifts by
 // up to 4 are free in an addition.
 inline uint e2m1_upper(uint word) { return (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu); }
@@ -15,7 +15,7 @@ inline half2 e2m1_pair(uint bytes) { return as_type<half2>(bytes & 0xff00ff00u);
 
 template <uint Columns, bool is_nvfp4>
 struct E2m1 {
-  using Layout = Stream<Columns, 4>;
+  using Layout = PlainLayout<Columns, 4>;
   enum : uint {
     columns = Columns,
     words = columns / 8,
@@ -30,7 +30,7 @@ struct E2m1 {
     middle = 0,
     zero = 0
   };
-  static constexpr uint place(uint) { return 0; }
+  static constexpr uint exponent(uint) { return 0; }
   template <bool, uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
     const uint lower = e2m1_lower(words.at[i / 8]), upper = e2m1_upper(words.at[i / 8]);

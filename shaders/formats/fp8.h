@@ -8,7 +8,7 @@ namespace moe_metal {
 // and 255 are NaN; without a check they would become 480.
 template <uint Columns, bool is_mxfp8>
 struct E4m3 {
-  using Layout = Stream<Columns, 8>;
+  using Layout = PlainLayout<Columns, 8>;
   enum : uint {
     columns = Columns,
     words = columns / 4,
@@ -23,7 +23,7 @@ struct E4m3 {
     middle = 0,
     zero = 0
   };
-  static constexpr uint place(uint) { return 8; }
+  static constexpr uint exponent(uint) { return 8; }
   template <bool, uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
 #pragma unroll

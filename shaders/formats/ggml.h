@@ -1,19 +1,21 @@
 // GGML's blocks of 32 or 256 columns, as in a GGUF file. The blocks contain scales and offsets.
 //
-// A byte holds codes of several columns that are `distance` apart. So a wide piece has two runs of 16 columns at that
-// distance: 16 bytes hold most of it, and no lane loads bytes only for the codes of another lane. A narrow piece is one
-// of the runs, with one byte per code.
+// A byte holds codes of several columns that are `distance` apart. So a wide chunk has two halves of 16 columns at that
+// distance: 16 bytes hold most of it, and no lane loads bytes only for the codes of another lane. A narrow chunk is one
+// of the halves, with one byte per code.
 //
 // The members of a block type:
 //   Values         converts codes in bytes to numbers
 //   block_columns, bytes  the size of a block; alignment: of its parts, if rows begin at a multiple of that many bytes,
 //                  as in files; else blocks are loaded byte by byte
-//   words          the words for the codes of a wide piece; number_words: for its scales and offsets
-//   apart          whether its two runs are in different bytes
-//   shift          how many bits higher the second run's codes are in the words of `pair` than the first run's
-//   load           loads the words of a piece; load_numbers: those of its scales; loads of `unit` bytes are aligned
-//   pair           a word whose halves contain codes 4k and 4k + 2 of a run, or the next of each, among other bits
-//   numbers        the scales and offsets of the two runs, or one for both
+//   words          the words for the codes of a wide chunk; number_words: for its scales and offsets
+//   apart          whether its two halves are in different bytes
+//   shift          how many bits higher the second half's codes are in the words of `pair` than the first half's
+//   load           loads the words of a chunk; load_numbers: those of its scales; loads of `width` bytes are aligned
+//   pair           a word whose two 16 bits contain codes 4k and 4k + 2 of the first half (`second` is 0) or the
+//   second,
+//                  or with `odd` the next of each, among other bits
+//   numbers        the scales and offsets of the two halves, or one for both
 #pragma once
 #include "formats/fp4.h"
 
@@ -67,9 +69,9 @@ struct Iq4 {
   }
 };
 
-// ------------------------------------------------------------------------------------------ pieces of blocks
+// ------------------------------------------------------------------------------------------ chunks of blocks
 
-// The words of a piece are its codes, then its scales and offsets.
+// The words of a chunk are its codes, then its scales and offsets.
 template <typename Block, uint columns>
 struct BlockLayout {
   enum : uint {
@@ -78,53 +80,55 @@ struct BlockLayout {
     loaded_words = is_wide || !Block::apart ? uint(Block::words) : kNarrowColumns / 4
   };
 
-  static Spot spot(uint column) {
-    constexpr uint between = Block::distance / kNarrowColumns;  // the distance of a piece's runs, in runs
-    const uint within = column % Block::block_columns, run = within / kNarrowColumns;
-    Spot found = {};
+  static ChunkPosition position(uint column) {
+    constexpr uint between = Block::distance / kNarrowColumns;  // the distance of a chunk's halves, in narrow chunks
+    const uint within = column % Block::block_columns, narrow = within / kNarrowColumns;
+    ChunkPosition found = {};
     found.byte = column / Block::block_columns * Block::bytes;
-    found.piece = is_wide ? within / kPackedColumns : run / (2 * between) * between + run % between;
-    found.run = is_wide ? 0 : run / between % 2;
+    found.chunk = is_wide ? within / kPackedColumns : narrow / (2 * between) * between + narrow % between;
+    found.second = is_wide ? 0 : narrow / between % 2;
     return found;
   }
 
   template <uint N>
-  static void load(device const uchar* row, Spot spot, uint, bool is_aligned, thread Words<N>& words) {
+  static void load(device const uchar* row, ChunkPosition at, uint, bool is_aligned, thread Words<N>& words) {
     if (is_aligned) {
-      load_block<Block::alignment>(row + spot.byte, spot, words);
+      load_block<Block::alignment>(row + at.byte, at, words);
     } else {
-      load_block<1>(row + spot.byte, spot, words);
+      load_block<1>(row + at.byte, at, words);
     }
   }
-  template <uint unit, uint N>
-  static void load_block(device const uchar* block, Spot spot, thread Words<N>& words) {
+  template <uint width, uint N>
+  static void load_block(device const uchar* block, ChunkPosition at, thread Words<N>& words) {
     Words<loaded_words> loaded;
     Words<Block::number_words> numbers;
-    Block::template load<unit, loaded_words>(block, spot, loaded);
-    Block::template load_numbers<unit>(block, spot, numbers);
+    Block::template load<width, loaded_words>(block, at, loaded);
+    Block::template load_numbers<width>(block, at, numbers);
 #pragma unroll
-    for (uint k = 0; k < code_words; ++k) words.at[k] = word_of(loaded, spot, k);
+    for (uint k = 0; k < code_words; ++k) words.at[k] = word_of(loaded, at, k);
 #pragma unroll
     for (uint n = 0; n < Block::number_words; ++n) words.at[code_words + n] = numbers.at[n];
   }
-  static uint word_of(thread const Words<loaded_words>& loaded, Spot spot, uint k) {
+  static uint word_of(thread const Words<loaded_words>& loaded, ChunkPosition at, uint k) {
     if (is_wide) return loaded.at[k];
-    const uint run = Block::apart ? 0 : spot.run, shift = Block::shift * run, mask = Block::Values::mask;
-    return (Block::pair(loaded, k, run, 0) >> shift & mask) | (Block::pair(loaded, k, run, 1) >> shift & mask) << 8;
+    const uint second = Block::apart ? 0 : at.second, shift = Block::shift * second, mask = Block::Values::mask;
+    return (Block::pair(loaded, k, second, 0) >> shift & mask) | (Block::pair(loaded, k, second, 1) >> shift & mask)
+                                                                     << 8;
   }
 
   template <uint N, uint G>
-  static void numbers(thread const Words<N>& words, Spot spot, thread Floats<G>& scale, thread Floats<G>& offset) {
+  static void numbers(thread const Words<N>& words, ChunkPosition at, thread Floats<G>& scale,
+                      thread Floats<G>& offset) {
     Words<Block::number_words> loaded;
 #pragma unroll
     for (uint n = 0; n < Block::number_words; ++n) loaded.at[n] = words.at[code_words + n];
     Floats<Block::groups> scales, offsets;
-    Block::numbers(loaded, spot, scales, offsets);
+    Block::numbers(loaded, at, scales, offsets);
 #pragma unroll
     for (uint g = 0; g < G; ++g) {
-      const bool second = Block::groups == 2 && (G == 2 ? g == 1 : spot.run == 1);
-      scale.at[g] = second ? scales.at[Block::groups - 1] : scales.at[0];
-      if (Block::has_offset) offset.at[g] = second ? offsets.at[Block::groups - 1] : offsets.at[0];
+      const bool last = Block::groups == 2 && (G == 2 ? g == 1 : at.second == 1);
+      scale.at[g] = last ? scales.at[Block::groups - 1] : scales.at[0];
+      if (Block::has_offset) offset.at[g] = last ? offsets.at[Block::groups - 1] : offsets.at[0];
     }
   }
 };
@@ -148,15 +152,15 @@ struct Blocks {
     middle = Values::middle,
     zero = has_offset ? 0 : uint(middle)
   };
-  static constexpr uint place(uint i) { return is_wide && Values::in_place ? Block::shift * (i / 16) : 0; }
+  static constexpr uint exponent(uint i) { return is_wide && Values::in_place ? Block::shift * (i / 16) : 0; }
   template <bool centred, uint N>
   static void eight(thread const Words<N>& words, uint i, thread Vectors<2>& codes) {
-    const uint run = i / 16, shift = is_wide ? Block::shift * run : 0;
+    const uint second = i / 16, shift = is_wide ? Block::shift * second : 0;
 #pragma unroll
     for (uint k = 0; k < 2; ++k) {
       const uint n = i % kNarrowColumns / 4 + k;
-      const uint even = is_wide ? Block::pair(words, n, run, 0) : words.at[n];
-      const uint odd = is_wide ? Block::pair(words, n, run, 1) : words.at[n] >> 8;
+      const uint even = is_wide ? Block::pair(words, n, second, 0) : words.at[n];
+      const uint odd = is_wide ? Block::pair(words, n, second, 1) : words.at[n] >> 8;
       codes.at[k] = Values::template four<centred, !is_wide>(even, odd, shift);
     }
   }
@@ -169,9 +173,9 @@ struct Blocks {
 
 // ------------------------------------------------------------------------------------------ scales and offsets
 
-template <uint unit>
+template <uint width>
 uint load_half(device const uchar* from) {
-  return unit < 2 ? from[0] | uint(from[1]) << 8 : *reinterpret_cast<device const ushort*>(from);
+  return width < 2 ? from[0] | uint(from[1]) << 8 : *reinterpret_cast<device const ushort*>(from);
 }
 inline uint two_bytes(device const uchar* first, uint second) {
   return as_type<uint>(ushort2(ushort(*first), ushort(first[second])));

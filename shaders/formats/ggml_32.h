@@ -20,23 +20,23 @@ struct Nibbles32 {
     shift = 4,
     has_offset = has_m
   };
-  template <uint unit, uint count, uint N>
-  static void load(device const uchar* block, Spot, thread Words<N>& loaded) {
-    load_words<unit, count>(block + (bytes - 16), 0, loaded);
+  template <uint width, uint count, uint N>
+  static void load(device const uchar* block, ChunkPosition, thread Words<N>& loaded) {
+    load_words<width, count>(block + (bytes - 16), 0, loaded);
   }
-  template <uint unit>
-  static void load_numbers(device const uchar* block, Spot, thread Words<1>& loaded) {
+  template <uint width>
+  static void load_numbers(device const uchar* block, ChunkPosition, thread Words<1>& loaded) {
     if (has_m) {
-      load_words<unit, 1>(block, 0, loaded);
+      load_words<width, 1>(block, 0, loaded);
     } else {
-      loaded.at[0] = load_half<unit>(block);
+      loaded.at[0] = load_half<width>(block);
     }
   }
   template <uint N>
   static uint pair(thread const Words<N>& loaded, uint k, uint, uint odd) {
     return loaded.at[k] >> 8 * odd;
   }
-  static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>& offset) {
+  static void numbers(thread const Words<1>& loaded, ChunkPosition, thread Floats<1>& scale, thread Floats<1>& offset) {
     const float2 both = halves_of(loaded.at[0]);
     scale.at[0] = both.x;
     offset.at[0] = both.y;
@@ -59,26 +59,26 @@ struct Fives32 {
     shift = 0,
     has_offset = has_m
   };
-  template <uint unit, uint count, uint N>
-  static void load(device const uchar* block, Spot, thread Words<N>& loaded) {
-    load_words<unit, 4>(block + (bytes - 16), 0, loaded);
-    load_words < unit<4 ? unit : 4, 1>(block + (bytes - 20), 4, loaded);
+  template <uint width, uint count, uint N>
+  static void load(device const uchar* block, ChunkPosition, thread Words<N>& loaded) {
+    load_words<width, 4>(block + (bytes - 16), 0, loaded);
+    load_words < width<4 ? width : 4, 1>(block + (bytes - 20), 4, loaded);
   }
-  template <uint unit>
-  static void load_numbers(device const uchar* block, Spot, thread Words<1>& loaded) {
+  template <uint width>
+  static void load_numbers(device const uchar* block, ChunkPosition, thread Words<1>& loaded) {
     if (has_m) {
-      load_words < unit<4 ? unit : 4, 1>(block, 0, loaded);
+      load_words < width<4 ? width : 4, 1>(block, 0, loaded);
     } else {
-      loaded.at[0] = load_half<unit>(block);
+      loaded.at[0] = load_half<width>(block);
     }
   }
   template <uint N>
-  static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
-    const uint fifths = loaded.at[4] >> (16 * run + 4 * k) & 0xf;
+  static uint pair(thread const Words<N>& loaded, uint k, uint second, uint odd) {
+    const uint fifths = loaded.at[4] >> (16 * second + 4 * k) & 0xf;
     const uint spread = fifths * 0x02040810u & 0x10101010u;  // bit n is bit 8n + 4
-    return ((loaded.at[k] >> (4 * run) & 0x0f0f0f0fu) | spread) >> 8 * odd;
+    return ((loaded.at[k] >> (4 * second) & 0x0f0f0f0fu) | spread) >> 8 * odd;
   }
-  static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>& offset) {
+  static void numbers(thread const Words<1>& loaded, ChunkPosition, thread Floats<1>& scale, thread Floats<1>& offset) {
     const float2 both = halves_of(loaded.at[0]);
     scale.at[0] = both.x;
     offset.at[0] = both.y;
@@ -100,19 +100,19 @@ struct Q8_0 {
     shift = 0,
     has_offset = 0
   };
-  template <uint unit, uint count, uint N>
-  static void load(device const uchar* block, Spot spot, thread Words<N>& loaded) {
-    load_words<unit, count>(block + 2 + 16 * spot.run, 0, loaded);
+  template <uint width, uint count, uint N>
+  static void load(device const uchar* block, ChunkPosition at, thread Words<N>& loaded) {
+    load_words<width, count>(block + 2 + 16 * at.second, 0, loaded);
   }
-  template <uint unit>
-  static void load_numbers(device const uchar* block, Spot, thread Words<1>& loaded) {
-    loaded.at[0] = load_half<unit>(block);
+  template <uint width>
+  static void load_numbers(device const uchar* block, ChunkPosition, thread Words<1>& loaded) {
+    loaded.at[0] = load_half<width>(block);
   }
   template <uint N>
-  static uint pair(thread const Words<N>& loaded, uint k, uint run, uint odd) {
-    return (loaded.at[4 * run + k] ^ 0x80808080u) >> 8 * odd;
+  static uint pair(thread const Words<N>& loaded, uint k, uint second, uint odd) {
+    return (loaded.at[4 * second + k] ^ 0x80808080u) >> 8 * odd;
   }
-  static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>&) {
+  static void numbers(thread const Words<1>& loaded, ChunkPosition, thread Floats<1>& scale, thread Floats<1>&) {
     scale.at[0] = halves_of(loaded.at[0]).x;
   }
 };
@@ -132,12 +132,12 @@ struct GgmlMxfp4 {
     shift = 4,
     has_offset = 0
   };
-  template <uint unit, uint count, uint N>
-  static void load(device const uchar* block, Spot, thread Words<N>& loaded) {
+  template <uint width, uint count, uint N>
+  static void load(device const uchar* block, ChunkPosition, thread Words<N>& loaded) {
     load_words<1, count>(block + 1, 0, loaded);
   }
-  template <uint unit>
-  static void load_numbers(device const uchar* block, Spot, thread Words<1>& loaded) {
+  template <uint width>
+  static void load_numbers(device const uchar* block, ChunkPosition, thread Words<1>& loaded) {
     loaded.at[0] = *block;
   }
   template <uint N>
@@ -145,7 +145,7 @@ struct GgmlMxfp4 {
     return loaded.at[k] >> 8 * odd;
   }
   // The two smallest scales are subnormal: a GPU that flushes subnormals makes them 0.
-  static void numbers(thread const Words<1>& loaded, Spot, thread Floats<1>& scale, thread Floats<1>&) {
+  static void numbers(thread const Words<1>& loaded, ChunkPosition, thread Floats<1>& scale, thread Floats<1>&) {
     const uint exponent = loaded.at[0];
     scale.at[0] = as_type<float>(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
   }

@@ -22,7 +22,6 @@ DEVICE = (
         "compiled",
         "concurrent_encoders",
         "failing_commits",
-        "grouped_mm",
         "host_only",
         "last_threadgroups",
         "live_objects",

@@ -59,7 +59,7 @@ def metal(argv: list[str]) -> None:
     if float(given["mmacosx_version_min"]) < OLDEST[version]:
         refuse(f"error: Metal {version} needs macOS {OLDEST[version]}")
     if (given["fmetal_math_mode"], given["fmetal_math_fp32_functions"]) != ("safe", "precise"):
-        refuse("error: launch.mm requests safe maths and precise functions")
+        refuse("error: pipelines.mm requests safe maths and precise functions")
     library = compiled(text, number, given)
     given["o"].write_text(json.dumps(library))
 

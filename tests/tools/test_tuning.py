@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import each_op
-import test_experts_grouped
 import test_ops
+import test_tensor_ops
 from cases import BFLOAT, CASES, FLOAT, Args, Case
 from conftest import DEVICES, SIMULATED, in_full_grid
 from torch_moe_metal import gpu_settings
@@ -77,9 +77,7 @@ SHOWING = {
         ("experts", {"T": 80, "E": 4, "K": 2, "H": 40, "I": 24}),
         ("linear", {"T": 300, "N": 37, "H": 24}),
     ],
-    # In float32 and in bfloat16; only bfloat16 can use PyTorch's kernel.
-    "matrix_units": [("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 20, 80, 80, 160, 160)],
-    # The same, with a linear layer.
+    # In float32 and in bfloat16; only bfloat16 can use Apple's kernel.
     "tensor_ops": [
         *(("experts", {"T": T, "E": 2, "K": 1, "H": 40, "I": 24}) for T in (20, 20, 80, 80, 160, 160)),
         *(("linear", {"T": T, "N": 37, "H": 96}) for T in (40, 40)),
@@ -134,17 +132,16 @@ def sampled(setting: Setting, value: int) -> list[Case]:
 
 @contextlib.contextmanager
 def kernels_of_others(setting: Setting) -> Iterator[float]:
-    """With PyTorch's kernels, as from torch 2.15 on, and Apple's, as from macOS 26.3 on. -> the roundings that they may
-    add"""
+    """With Apple's kernels, as from macOS 26.3 on. -> the roundings that they may add"""
     if setting.name not in gpu_settings.PER_MACOS:
         yield 1
     elif not SIMULATED:
-        yield test_experts_grouped.ROUNDINGS
+        yield test_tensor_ops.ROUNDINGS
     else:
         import metal_sim
 
-        with metal_sim.grouped_mm(), metal_sim.playing_macos(26, 3):
-            yield test_experts_grouped.ROUNDINGS
+        with metal_sim.playing_macos(26, 3):
+            yield test_tensor_ops.ROUNDINGS
 
 
 @pytest.mark.slow
@@ -247,9 +244,9 @@ def test_saved_settings_are_loaded(file: Path, m9: str, monkeypatch, mps: str):
 def test_settings_of_other_kernels_are_saved_per_macos(file: Path, m9: str, monkeypatch, mps: str):
     """The next macOS compiles those kernels again. Other settings are still used."""
     monkeypatch.setattr(gpu_settings.macos, "version", lambda: "26.5")
-    gpu_settings.save({"tiles_per_band": 4, "matrix_units": 8})
+    gpu_settings.save({"tiles_per_band": 4, "tensor_ops": 8})
     gpu_settings.load()
-    assert gpu_settings.current() == gpu_settings.defaults() | {"tiles_per_band": 4, "matrix_units": 8}
+    assert gpu_settings.current() == gpu_settings.defaults() | {"tiles_per_band": 4, "tensor_ops": 8}
     monkeypatch.setattr(gpu_settings.macos, "version", lambda: "26.6")
     gpu_settings.load()
     assert gpu_settings.current() == gpu_settings.defaults() | {"tiles_per_band": 4}
@@ -553,31 +550,30 @@ def test_winners_are_reported_and_saved(tiny, monkeypatch, file: Path, capsys):
 
 @pytest.fixture
 def units(monkeypatch, mps: str):
-    """With PyTorch's and Apple's kernels, a planted winner (24 for either setting), and a small default model."""
+    """With Apple's kernels, a planted winner, and a small default model."""
     import metal_sim
 
     def rounds(ways: dict, device: str, seconds: float) -> dict[str, list[float]]:
         times = {}
         for name, way in ways.items():
             way()
-            wins = any(gpu_settings.current()[setting] == 24 for setting in gpu_settings.PER_MACOS)
-            times[name] = [0.5e-3 if wins else 1e-3] * 7
+            times[name] = [0.5e-3 if gpu_settings.current()["tensor_ops"] == 24 else 1e-3] * 7
         return times
 
     monkeypatch.setattr(tune, "rounds_each", rounds)
     monkeypatch.setattr(tune, "FORMATS", {"dense": None})
     monkeypatch.setitem(MODELS, DEFAULT, MODELS[DEFAULT].reduced(E=2, K=1, H=64, I=64))
-    with metal_sim.grouped_mm(), metal_sim.playing_macos(26, 3):
+    with metal_sim.playing_macos(26, 3):
         yield
 
 
 @on_mps
+@pytest.mark.slow
 @pytest.mark.skipif(not SIMULATED, reason="a Mac may have no such kernels")
-@pytest.mark.parametrize("setting", ["matrix_units", pytest.param("tensor_ops", marks=pytest.mark.slow)])
-def test_kernels_of_others_are_used_if_right_and_faster(units, capsys, setting: str):
-    assert main([*QUICK, "--settings", setting]) == 0
+def test_kernels_of_others_are_used_if_right_and_faster(units, capsys):
+    assert main([*QUICK, "--settings", "tensor_ops"]) == 0
     said = capsys.readouterr()
-    assert f"Kept: {setting} 24" in said.out and "left out" not in said.err
+    assert "Kept: tensor_ops 24" in said.out and "left out" not in said.err
 
 
 class Gpu:
@@ -604,25 +600,27 @@ def test_tensor_ops_are_compared_in_every_format():
 
 
 @on_mps
-@pytest.mark.skipif(not SIMULATED, reason="PyTorch's own kernels cannot be made wrong")
+@pytest.mark.skipif(not SIMULATED, reason="a Mac may have no such kernels")
 @pytest.mark.parametrize("fault", ["row", "nan"])
-def test_wrong_kernels_of_others_are_left_out(units, capsys, fault: str):
+def test_wrong_kernels_of_others_are_left_out(units, monkeypatch, capsys, fault: str):
     """A single wrong row is enough."""
+    right_op = tune.OnGpu.op
 
-    def wrong(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *others) -> torch.Tensor:
-        result = torch._grouped_mm(rows.cpu(), weight.cpu(), ends.cpu()).to("mps")
-        result[7] *= float("nan") if fault == "nan" else 1.1
-        return result
+    def op(self, call: Call, noise: tune.RandomTensors):
+        right = right_op(self, call, noise)
 
-    torch.ops.metal_sim.set_grouped_mm(False)
-    planted = torch.library.Library("aten", "IMPL")
-    planted.impl("_grouped_mm", wrong, "MPS")
-    try:
-        assert main([*QUICK, "--settings", "matrix_units"]) == 0
-    finally:
-        planted._destroy()
+        def run(**arguments) -> torch.Tensor:
+            result = right(**arguments)
+            if gpu_settings.current()["tensor_ops"]:
+                result[7] *= float("nan") if fault == "nan" else 1.1
+            return result
+
+        return run
+
+    monkeypatch.setattr(tune.OnGpu, "op", op)
+    assert main([*QUICK, "--settings", "tensor_ops"]) == 0
     said = capsys.readouterr()
-    assert all(f"matrix_units {value} is left out" in said.err for value in (8, 24, 64))
+    assert all(f"tensor_ops {value} is left out" in said.err for value in (8, 24, 64))
     assert "Keeping the defaults" in said.out
 
 

@@ -5,9 +5,8 @@ loop, on the calls that show a difference, at the sizes of your models. A value 
 more than the noise: three times the error estimated from the spread over the rounds, plus the difference between two
 measurements of the current value, and at least 1 %. Finally all kept settings together must win against the defaults.
 
-Settings do not change results, except `matrix_units` and `tensor_ops`: they use PyTorch's kernels and Apple's matmul2d,
-which round more often. Each of their values is first compared with the results of our other kernels, at the sizes that
-are measured, and `tensor_ops` in every format.
+Settings do not change results, except `tensor_ops`: Apple's matmul2d rounds more often than our other kernels. Each of
+its values is first compared with their results, at the sizes that are measured and in every format.
 """
 
 import json
@@ -71,7 +70,6 @@ SETTINGS = (
     Setting("tile32_min_rows", (9, 12, 17, 25), slots_per_expert(10, 15, 20, linear=(10, 15, 20))),
     Setting("tile64_min_rows", (33, 49, 65, 97, 193), slots_per_expert(40, 56, 80, 128, linear=(40, 56, 80, 128))),
     Setting("tiles_per_band", (1, 2, 4, 8, 16, 32), tokens(experts=(512, 2048), linear=(512, 2048))),
-    Setting("matrix_units", (0, 8, 24, 64), slots_per_expert(12, 40, 96)),
     Setting("tensor_ops", (0, 8, 24, 64), slots_per_expert(12, 40, 96, linear=(12, 40, 96))),
     Setting("gate_min_tiles", (10, 24, 48, 80, 160), tokens(gate=(256, 512, 1024, 2048))),
     Setting("row_threads", (128, 256, 512, 1024), tokens(norm_add=(1, 32), residual_norm=(1, 8, 32))),

@@ -164,11 +164,6 @@ def playing_gpu(name: str, family: int) -> AbstractContextManager[None]:
     return _setting("gpu", name, family, normal=("Simulated Metal device", 1008))
 
 
-def grouped_mm() -> AbstractContextManager[None]:
-    """Give mps its own kernel of aten::_grouped_mm, as from torch 2.15 on. Rows in no group are NaN in its result."""
-    return _setting("grouped_mm", True, normal=(False,))
-
-
 def failing_commits(what: str) -> AbstractContextManager[None]:
     """Committed command buffers end with an error of that description, as if macOS had aborted them.
 

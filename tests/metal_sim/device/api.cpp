@@ -142,7 +142,6 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("set_macos(int major, int minor, bool for_older_sdk) -> ()", &set_macos);
   m.def("set_gpu(str name, int family) -> ()", &set_gpu);
   m.def("set_commit_error(str what) -> ()", &set_commit_error);
-  m.def("set_grouped_mm(bool there) -> ()", &set_grouped_mm);
   m.def("synchronize() -> ()", &synchronize);
   m.def("contents(Tensor tensor) -> int", &contents);
   m.def("allocated_bytes() -> int", [] { return int64_t(allocated_bytes()); });

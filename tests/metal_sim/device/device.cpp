@@ -269,39 +269,6 @@ void attention_for_mps(const c10::OperatorHandle&, c10::DispatchKeySet keys, tor
   fallback(op, keys, stack);
 }
 
-// ---- mps's own kernel of _grouped_mm, which torch has from 2.15 on ----
-
-// The buffer is aligned, so the offset decides.
-void check_aligned(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.storage_offset() * tensor.element_size() % 16 == 0, "expected data_ptr to be aligned to 16 bytes");
-}
-
-// Rows in no group keep the old content of memory; here it is poison.
-void poison_from(const at::Tensor& output, const at::Tensor& ends) {
-  Aliases aliases;
-  at::AutoDispatchBelowADInplaceOrView below;
-  const int64_t last = aliases.alias(ends).select(0, -1).item<int64_t>();
-  aliases.alias(output).slice(0, last).fill_(std::numeric_limits<double>::quiet_NaN());
-}
-
-void grouped_mm(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-  const at::Tensor rows = arguments[0].toTensor(), ends = arguments[2].toOptional<at::Tensor>().value_or(at::Tensor());
-  const at::Tensor matrices = arguments[1].toTensor();
-  check_aligned(rows);
-  check_aligned(matrices);
-  if (options().host_only) {
-    torch::jit::drop(*stack, arguments.size());
-    stack->push_back(at::empty({rows.size(-2), matrices.size(-1)}, rows.options()));
-    return;
-  }
-  fallback(op, keys, stack);
-  if (ends.defined() && rows.dim() == 2 && stack->back().toTensor().dim() == 2) {
-    QueueScope queue("aten::_grouped_mm");
-    poison_from(stack->back().toTensor(), ends);
-  }
-}
-
 // ---- the device's own kernels ----
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -395,14 +362,6 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
 TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) { m.impl("scaled_dot_product_attention", &attention); }
 
 }  // namespace
-
-void set_grouped_mm(bool there) {
-  static std::unique_ptr<torch::Library> library;
-  library.reset();
-  if (!there) return;
-  library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::MPS, __FILE__, __LINE__);
-  library->impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&grouped_mm>());
-}
 
 }  // namespace metal_sim
 

@@ -111,6 +111,5 @@ struct Options {
   bool records = false;          // ops get a proxy of the encoder that records their calls
 };
 Options& options();
-void set_grouped_mm(bool there);  // whether mps has a kernel of its own for aten::_grouped_mm
 
 }  // namespace metal_sim

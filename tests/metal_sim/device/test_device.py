@@ -233,33 +233,6 @@ def test_attention_of_macos_14() -> None:
     assert [event.name for event in profile.events()].count(FUSED) == 1
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_grouped_mm(transposed: bool) -> None:
-    """The device's own kernel does not wait, and does not write rows in no group. Without it the host waits."""
-    rows, weight = torch.randn(6, 16), torch.randn(3, 24, 16)
-    weight = weight.mT.contiguous() if transposed else weight.mT
-    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-    want = torch._grouped_mm(rows, weight, ends)
-    args = [tensor.to("mps") for tensor in (rows, weight, ends)]
-    with metal_sim.grouped_mm(), metal_sim.record() as record:
-        got = torch._grouped_mm(*args)
-    assert not record.host_syncs
-    torch.testing.assert_close(got.cpu()[:5], want[:5])
-    assert got.cpu()[5].isnan().all()
-    with metal_sim.record() as record:
-        torch._grouped_mm(*args)
-    assert record.host_syncs
-
-
-def test_grouped_mm_refuses_unaligned_tensors() -> None:
-    weight, ends = torch.zeros(2, 16, 8).to("mps"), torch.tensor([1, 4]).int()
-    late = torch.zeros(82).to("mps")[2:].view(5, 16)
-    with metal_sim.grouped_mm(), pytest.raises(RuntimeError, match="aligned to 16 bytes"):
-        torch._grouped_mm(late, weight, ends.to("mps"))
-    with metal_sim.grouped_mm(), pytest.raises(RuntimeError, match="multiple of 16 bytes"):
-        torch._grouped_mm(torch.zeros(5, 18).to("mps")[:, :16], weight, ends.to("mps"))
-
-
 def test_attention_refuses_a_mask_of_another_dtype() -> None:
     with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or that of query, which is Float"):
         attend("mps", {"attn_mask": torch.zeros(5, 7, dtype=torch.bfloat16)})

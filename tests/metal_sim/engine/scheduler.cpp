@@ -1,3 +1,4 @@
+// The threads of a threadgroup as stacks of their own, between which one thread of the processor switches.
 #include "scheduler.h"
 
 #include <signal.h>

@@ -1,0 +1,23 @@
+// The compiled kernels, for launch.mm. Objective-C++, unlike launch.h.
+#pragma once
+#include <ATen/mps/MPSStream.h>
+
+#include <string>
+
+#include "mps/launch.h"
+
+namespace moe_metal {
+
+struct Pipeline {
+  id<MTLComputePipelineState> state;
+  NSString* name;
+};
+
+// The kernel's pipeline, which its first call compiles. Raises if it does not compile.
+const Pipeline* pipeline_of(at::mps::MPSStream* stream, Kernel& kernel);
+
+inline std::string reason(NSError* error) {
+  return error ? [[error localizedDescription] UTF8String] : "no reason given";
+}
+
+}  // namespace moe_metal
