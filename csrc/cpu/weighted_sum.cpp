@@ -1,4 +1,6 @@
 // The five weighted sums. Each adds the K slots of a token as float, and then writes the token's rows in its own way.
+#include <c10/util/FunctionRef.h>
+
 #include "cpu/vector/rows.h"
 #include "ops.h"
 
@@ -35,9 +37,10 @@ const Scalar* elements_if_given(const Tensor& tensor) {
 }
 
 // Calls finish(t, sum) for each token, where sum[h] = sum_k weights[t, k] * slots[t, k, h]. `others` is how many more
-// rows of H it reads and writes.
-template <class Scalar, class Finish>
-void for_each_sum(const WeightedSum& call, int64_t others, const Finish& finish) {
+// rows of H it reads and writes. Each `finish` is compiled as a function of its own, not inlined into this loop, where
+// GCC would round the sums of weighted_sum_norm_add differently.
+template <class Scalar>
+void for_each_sum(const WeightedSum& call, int64_t others, c10::function_ref<void(int64_t, float*)> finish) {
   const auto K = call.K, H = call.H;
   const Tensor floats = as_float(call.weights);
   const auto* slots = elements<Scalar>(call.slots);
