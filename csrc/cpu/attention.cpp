@@ -1,6 +1,7 @@
 #include "cpu/attention.h"
 
 #include "cpu/vector/rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -108,7 +109,7 @@ void by_tiles(const Attention& call) {
 
 }  // namespace
 
-void run_attention(const Attention& call) {
+void cpu::run_attention(const Attention& call) {
   with_dtype(call.q.scalar_type(), [&](auto scalar) {
     using Scalar = decltype(scalar);
 #ifdef MOE_METAL_HAS_AVX512

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <limits>
 
-#include "cpu/ops.h"
+#include "contract/attention.h"
 #include "cpu/vector/vec.h"
 
 namespace moe_metal {

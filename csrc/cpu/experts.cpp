@@ -14,15 +14,16 @@
 // All ways also keep the sums of one block of the output per thread: up to T * 128 floats.
 #include "cpu/experts/experts_columns.h"
 #include "cpu/experts/experts_dots.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
+#include "ops.h"
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/experts/experts_tiles.h"
 #endif
 
 namespace moe_metal {
 
-void run_experts(Experts& call) {
+void cpu::run_experts(const Experts& given) {
+  Experts call = given;
   call.weights = as_float(call.weights);
   call.shared_gate = as_float(call.shared_gate);
   const Slots slots(call.ids, call.E);

@@ -6,8 +6,8 @@
 //   blocks   many tokens, with AVX-512: oneDNN's brgemm in float, or with AMX in bfloat16
 // plan.h chooses. Only between tiles and vectors does that depend on the number of threads; they give the same bits.
 #include "cpu/gate/gate_dots.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
+#include "ops.h"
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/gate/gate_blocks.h"
 #include "cpu/gate/gate_tiles.h"
@@ -38,7 +38,8 @@ void gate_by(GateWay, const Gate& call) { gate_by_dots(call); }
 
 }  // namespace
 
-void run_gate(Gate& call) {
+void cpu::run_gate(const Gate& given) {
+  Gate call = given;
   for (Tensor* small : {&call.norm_weight, &call.router_bias, &call.select_bias, &call.per_expert_scale}) {
     if (small->defined()) *small = small->to(at::kFloat);
   }

@@ -1,10 +1,10 @@
 // x @ weight^T + bias. Threads share out blocks of rows of the weight, and multiply them by all tokens. With several
 // bfloat16 tokens, tiles are used, with packed weights rounded to bfloat16.
 #include "cpu/experts/experts.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/vector/rows.h"
 #include "cpu/weights/weight_rows.h"
+#include "ops.h"
 #ifdef MOE_METAL_HAS_AVX512
 #include "cpu/linear_tiles.h"
 #endif
@@ -62,7 +62,7 @@ void rows(const Linear& call, const Tensor& x) {
 
 }  // namespace
 
-void run_linear(const Linear& call) {
+void cpu::run_linear(const Linear& call) {
 #ifdef MOE_METAL_HAS_AVX512
   if (linear_fits_tiles(call)) return linear_by_tiles(call);
 #endif

@@ -1,7 +1,7 @@
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "mps/tensor_ops.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -228,11 +228,13 @@ Experts for_tokens(const Experts& call, int64_t first, int64_t count) {
   return part;
 }
 
+}  // namespace
+
 // Decode reads the weights for each slot: it is for few slots per expert, and always for up to 16 slots. Prefill sorts
 // the slots and reads the weights once for each expert: on the matrix units if `tune` has found that faster and they
 // can read these weights, else in tiles. A long prompt takes several dispatches, since macOS kills a dispatch of
 // seconds.
-void run(const Experts& call) {
+void mps::run_experts(const Experts& call) {
   const int64_t slots = call.T * call.K;
   if (slots <= std::max<int64_t>(call.E * tuning().decode_max_slots_percent / 100, 16)) return decode(call);
   const int64_t count = tokens_at_once(call.T, 4.0 * call.K * call.H * call.I);
@@ -247,7 +249,4 @@ void run(const Experts& call) {
   }
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("experts", &moe_metal::experts<moe_metal::run>); }

@@ -1,6 +1,5 @@
-#include <torch/library.h>
-
 #include "mps/tensor_ops.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -63,8 +62,10 @@ void dispatch(const Linear& call) {
   tiles(call, linear_params(call), size);
 }
 
+}  // namespace
+
 // A long prompt takes several dispatches, since macOS kills a dispatch of seconds.
-void run(const Linear& call) {
+void mps::run_linear(const Linear& call) {
   const int64_t count = tokens_at_once(call.T, 2.0 * call.N * call.H);
   if (count == call.T) return dispatch(call);
   for (int64_t first = 0; first < call.T; first += count) {
@@ -76,7 +77,4 @@ void run(const Linear& call) {
   }
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("linear", &moe_metal::linear<moe_metal::run>); }
