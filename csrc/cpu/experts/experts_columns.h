@@ -1,7 +1,7 @@
 // `experts` with few tokens for weights with contiguous columns ([E, H, 2I] and [E, I, H]).
 //
-// A thread reads fastest if it reads whole neighbouring columns; a block of rows of each column takes twice as long. So
-// threads share out the columns, and each computes partial sums of all rows:
+// Whole neighbouring columns are read twice as fast as a few rows of each. So threads share out the columns, and each
+// computes partial sums of all rows:
 //
 //   partial[part, slot, r] = sum over the kPart columns c of a part of weight(r, c) * x[slot][c]
 //
@@ -12,6 +12,13 @@
 namespace moe_metal {
 
 constexpr int64_t kPart = 256;
+
+// Dense weights with contiguous columns, and few slots: with many, the partial sums would be larger than the weights.
+inline bool experts_fit_columns(const Experts& call) {
+  const Weight &gate_up = call.gate_up, &down = call.down;
+  return gate_up.format->is_dense() && down.format->is_dense() && gate_up.row == 1 && down.row == 1 &&
+         gate_up.gap == 0 && gate_up.column != 1 && down.column != 1 && call.T * call.K <= 256;
+}
 
 // out[n][r] += weight(r, c) * x[n][c] for C columns: each sum is loaded and stored once for all of them.
 template <int C, int N, class Scalar>

@@ -7,7 +7,7 @@
 #include <array>
 #include <cmath>
 
-#include "cpu/plan.h"
+#include "cpu/x86/plan.h"
 #include "cpu/weights/scaled_rows.h"
 
 namespace moe_metal {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cpu/vector/vec.h"
+#include "cpu/x86/processor.h"
 
 namespace moe_metal {
 

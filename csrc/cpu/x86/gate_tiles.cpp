@@ -1,9 +1,12 @@
 // `gate` in bfloat16: the products of x86/tiles.h.
-#pragma once
-#include "cpu/gate/gate.h"
+#include "cpu/gate.h"
+#include "cpu/processor_ways.h"
+#include "cpu/vector/rows.h"
+#include "cpu/x86/plan.h"
 #include "cpu/x86/tiles.h"
 
 namespace moe_metal {
+namespace {
 
 // Multiplies and routes up to four groups of 16 tokens. Each thread has its own. A normed row is float; it is split
 // exactly into the sum of three bfloat16 rows of 8 bits each, and each of the three takes the place of a group.
@@ -104,7 +107,8 @@ class GateTiles {
   RouteToken route_;
 };
 
-inline void gate_by_tiles(const Gate& call) {
+bool gate_by_tiles(const Gate& call) {
+  if (!gate_fits_tiles(call)) return false;
   const int64_t E = call.params.experts, H = call.H;
   Strips strips(at::divup(E, kTile), H);
   for (int64_t e = 0; e < E; e += kTile) {
@@ -118,6 +122,11 @@ inline void gate_by_tiles(const Gate& call) {
     GateTiles run(call, strips);
     for (int64_t i = next_item(); i < blocks; i = next_item()) run(i * block, std::min(block, call.T - i * block));
   });
+  return true;
 }
+
+[[maybe_unused]] const bool kOffered = (processor_ways().gate = gate_by_tiles, true);
+
+}  // namespace
 
 }  // namespace moe_metal

@@ -1,12 +1,14 @@
 // `linear` in bfloat16 for many tokens, with the products of x86/tiles.h.
-#pragma once
-#include "cpu/experts/experts.h"
+#include "cpu/item_rows.h"
+#include "cpu/processor_ways.h"
+#include "cpu/x86/plan.h"
 #include "cpu/x86/weight_strips.h"
 
 namespace moe_metal {
+namespace {
 
 // x as right operands, in groups of 16 rows.
-inline Tensor pack_rows_of_x(const Linear& call) {
+Tensor pack_rows_of_x(const Linear& call) {
   const int64_t groups = at::divup(call.T, kTile), size = at::divup(call.H, kDepth) * kTileSize;
   const Tensor packed = empty({groups, size}, call.x.options());
   const at::BFloat16* x = elements<at::BFloat16>(call.x);
@@ -35,7 +37,7 @@ class LinearTiles {
   static int64_t rows_of_item(const Linear& call) {
     if (WeightStrips::transposed(call.weight)) return WeightStrips::kTransposed;
     if (call.T <= kGroups * kTile) return kRows;
-    return rows_for_threads(call.N, 8, std::clamp<int64_t>(row_blocks_in_half_of_l2(call.H), 1, 4));
+    return rows_for_threads(call.N, 8, std::clamp<int64_t>(items_in_half_of_l2(call.H), 1, 4));
   }
 
   void operator()(int64_t first) {
@@ -70,7 +72,8 @@ class LinearTiles {
   alignas(64) float values_[kTile][2 * kTile];
 };
 
-inline void linear_by_tiles(const Linear& call) {
+bool linear_by_tiles(const Linear& call) {
+  if (!linear_fits_tiles(call)) return false;
   const Tensor x = pack_rows_of_x(call);
   const int64_t rows = LinearTiles::rows_of_item(call), blocks = at::divup(call.N, rows);
   parallel_work_queue(blocks, [&](auto next_item) {
@@ -78,6 +81,11 @@ inline void linear_by_tiles(const Linear& call) {
     LinearTiles work(call, x, rows);
     for (int64_t block = next_item(); block < blocks; block = next_item()) work(block * rows);
   });
+  return true;
 }
+
+[[maybe_unused]] const bool kOffered = (processor_ways().linear = linear_by_tiles, true);
+
+}  // namespace
 
 }  // namespace moe_metal

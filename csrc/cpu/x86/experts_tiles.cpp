@@ -2,11 +2,13 @@
 //
 // In a product, the results of neighbouring tokens are contiguous, so interleaving two rows of `inner` gives the layout
 // of a right operand for pass 2. `inner` is rounded to bfloat16; sums are float.
-#pragma once
 #include "cpu/experts/experts.h"
+#include "cpu/processor_ways.h"
+#include "cpu/x86/plan.h"
 #include "cpu/x86/weight_strips.h"
 
 namespace moe_metal {
+namespace {
 
 static_assert(kRows == 2 * kTile && kRows == kDepth);
 
@@ -74,7 +76,7 @@ class TokenTiles {
 };
 
 // Interleaves two rows of floats as pairs of bfloat16, rounded to nearest even; NaN stays NaN.
-inline __m512i pairs(const Vec& even, const Vec& odd) {
+__m512i pairs(const Vec& even, const Vec& odd) {
   const auto rounded = [](__m512 x) {
     const __m512i bits = _mm512_castps_si512(x),
                   last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -213,7 +215,9 @@ class DownTiles {
   OutputBlock<at::BFloat16> output_;
 };
 
-inline void experts_by_tiles(const Experts& call, const Slots& slots) {
+bool experts_by_tiles(const Experts& call, const Slots& slots) {
+  const bool fit = experts_fit_tiles(call, static_cast<int64_t>(slots.order.size()), slots.used());
+  if (!fit || !inner_may_be_rounded(call)) return false;
   TokenTiles tokens(call, slots);
   const int64_t rows = GateUpTiles::rows_of_item(call), blocks = at::divup(call.I, rows);
   for (size_t chunk = 0; chunk + 1 < tokens.chunks().size(); ++chunk) {
@@ -233,6 +237,11 @@ inline void experts_by_tiles(const Experts& call, const Slots& slots) {
     DownTiles work(call, slots, tokens, size);
     for (int64_t item = next_item(); item < outputs; item = next_item()) work(item * size);
   });
+  return true;
 }
+
+[[maybe_unused]] const bool kOffered = (processor_ways().experts = experts_by_tiles, true);
+
+}  // namespace
 
 }  // namespace moe_metal
