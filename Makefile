@@ -110,8 +110,8 @@ test-arm: $(BUILT) $(BIN)/.ready-to-test
 	MOE_METAL_DEVICES=cpu $(BIN)/python -m pytest tests/test_arm.py
 
 # A copy of the tree without the folder. Its objects stay, so that only what has changed is compiled again.
-PORTABLE := csrc shaders tests torch_moe_metal pyproject.toml setup.py
-PORTABLE_TESTS := $(addprefix tests/test_,ops.py quantized.py ggml.py attention.py rope.py)
+PORTABLE := csrc shaders tests torch_moe_metal LICENSE README.md pyproject.toml setup.py
+PORTABLE_TESTS := $(addprefix tests/test_,ops.py quantized.py ggml.py attention.py)
 portable: $(BIN)/.ready-to-test
 	@mkdir -p build/portable/build
 	@rm -rf $(addprefix build/portable/,$(PORTABLE))

@@ -86,7 +86,7 @@ FAULTS = [
     Fault("scale_of_the_first_block_in_tiles", "x86/packed_strips.h", "column_ + n * kDepth", "column_", GGUF_LINEAR),
     Fault("scale_as_offset_in_tiles", "formats/ggml_32.h", "offset = both[1]", "offset = both[0]", GGUF_LINEAR),
     Fault("first_tokens_in_half_a_tile", "x86/avx512_bf16.h", "here + G * size, sizeof", "here, sizeof", NUMBERS),
-    Fault("short_ring_for_many_tokens", "x86/weight_strips.h", "tiles.ring = more ?", "tiles.ring = false ?", NUMBERS),
+    Fault("short_ring_for_many_tokens", "x86/weight_tile_rows.h", "tiles.ring = more ?", "tiles.ring = false ?", NUMBERS),
     Fault("scales_of_one_row_for_16", "x86/rounded.h", "!= 0) return false;", "!= 0) break;", REFERENCE),
     Fault("scales_beyond_normal_numbers", "x86/rounded.h", "return least > kRange && most < 2 * kOne - kRange;",
           "return true;", MXFP8),
@@ -152,17 +152,17 @@ FAULTS = [
     Fault("experts_over_the_first", "x86/tiles.h", "c + g, add, Nothing()", "c, add, Nothing()", REFERENCE),
     Fault("tokens_of_the_first_chunk", "x86/experts_tiles.cpp", "x_begin_ = first_[begin];",
           "x_begin_ = first_[begin];\n    if (begin > 0) return;", REFERENCE),
-    Fault("rows_of_the_first_pair", "x86/weight_strips.h", "&strips_.tiles[2 * p], some", "&strips_.tiles[0], some",
+    Fault("rows_of_the_first_pair", "x86/weight_tile_rows.h", "&tile_rows_.tiles[2 * p], some", "&tile_rows_.tiles[0], some",
           SAME_BITS),
     Fault("first_rows_of_transposed_pairs", "x86/transposed_rows.h", "words[i / 32][i % 32]", "words[0][i % 32]",
           REFERENCE),
     Fault("up_rows_of_gate", "x86/transposed_rows.h", "* 2 + row % 2", "* 2", REFERENCE),
-    Fault("short_ring_on_amx", "x86/weight_strips.h", ": 2 * kAtOnce - 1;\n      at", ": kAtOnce - 1;\n      at",
+    Fault("short_ring_on_amx", "x86/weight_tile_rows.h", ": 2 * kAtOnce - 1;\n      at", ": kAtOnce - 1;\n      at",
           REFERENCE, amx=True),
-    Fault("upper_strip_twice_on_amx", "x86/amx_bf16.h", "(7, lower.data + (b & lower.ring) * lower.block, lower.row",
-          "(7, upper.data + (b & upper.ring) * upper.block, upper.row", REFERENCE, amx=True),
-    Fault("first_tokens_twice_on_amx", "x86/tiles.h", "multiply_two_by_two<Nothing>, 2,",
-          "multiply_two_by_two<Nothing>, 0,", NUMBERS, amx=True),
+    Fault("upper_strip_twice_on_amx", "x86/amx_bf16.h", "(6, lower.data + (b & lower.ring) * lower.chunk, lower.row",
+          "(6, upper.data + (b & upper.ring) * upper.chunk, upper.row", REFERENCE, amx=True),
+    Fault("first_tokens_twice_on_amx", "x86/tiles.h", "multiply_two<2, Nothing>, 2,",
+          "multiply_two<2, Nothing>, 0,", NUMBERS, amx=True),
     Fault("half_tile_twice_on_amx", "x86/integers.h", "numbers[1], 0xee", "numbers[1], 0x44", LINEAR, amx=True),
     Fault("rest_lost_on_amx", "x86/amx_int8.h", "whole &= all[n].whole;\n      }\n      lay_out",
           "}\n      lay_out", UNUSED, amx=True),
@@ -268,7 +268,7 @@ OF_PANELS = {
 }
 # Tiles of bfloat16 need AVX512-BF16, and so do all tests with emulated AMX.
 HAS_BFLOAT16 = "avx512_bf16" in PROCESSOR
-BFLOAT16 = ("packed_strips", "avx512_bf16", "weight_strips", "rounded", "tiles", "transposed_rows", "bfloat16_dots",
+BFLOAT16 = ("packed_strips", "avx512_bf16", "weight_tile_rows", "rounded", "tiles", "transposed_rows", "bfloat16_dots",
             "e4m3_dots", "gate_tiles", "experts_tiles")  # fmt: skip
 OF_BFLOAT16 = {
     fault for fault in FAULTS if fault.amx or Path(fault.file).stem in BFLOAT16 or fault.name.endswith("in_tiles")
@@ -296,7 +296,7 @@ def reached_by(fault: Fault) -> set[str]:
         return OF_AMX - {"affine_rows_across_bytes", "float_rows"}
     if fault in OF_PANELS:
         return {"affine_rows", "linear_tiles"}
-    if fault.file == "x86/weight_strips.h":
+    if fault.file == "x86/weight_tile_rows.h":
         return {"linear_tiles"}
     of_experts = ("x86/avx512_bf16.h", "x86/tiles.h", "x86/transposed_rows.h", "x86/experts_tiles.cpp")
     if fault.test == REFERENCE and fault.file in of_experts:

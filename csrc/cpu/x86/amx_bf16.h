@@ -57,7 +57,7 @@ template <int G, class Ahead = Nothing>
   for (int64_t b = 0; b < chunks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
     ahead(b);
-    _tile_loadd(4, weights.data + (b & weights.ring) * weights.block, weights.row * 2);
+    _tile_loadd(4, weights.data + (b & weights.ring) * weights.chunk, weights.row * 2);
     _tile_loadd(5, here, 64);
     _tile_dpbf16ps(0, 4, 5);
     if constexpr (G > 1) {
@@ -96,7 +96,7 @@ template <int G, class Ahead>
   for (int64_t b = 0; b < chunks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
     ahead(b);
-    _tile_loadd(6, upper.data + (b & upper.ring) * upper.block, upper.row * 2);
+    _tile_loadd(6, upper.data + (b & upper.ring) * upper.chunk, upper.row * 2);
     _tile_loadd(7, here, 64);
     _tile_dpbf16ps(0, 6, 7);
     if constexpr (G > 2) {
@@ -108,7 +108,7 @@ template <int G, class Ahead>
       _tile_loadd(5, here + size, 64);
       _tile_dpbf16ps(1, 6, 5);
     }
-    _tile_loadd(6, lower.data + (b & lower.ring) * lower.block, lower.row * 2);
+    _tile_loadd(6, lower.data + (b & lower.ring) * lower.chunk, lower.row * 2);
     if constexpr (G > 2) {
       _tile_dpbf16ps(5, 6, 7);
       _tile_loadd(7, here + size, 64);
@@ -130,6 +130,6 @@ template <int G, class Ahead>
 // Indexed by the number of token tiles minus one.
 constexpr decltype(&multiply_tiles<1>) kMultiply[] = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
                                                       multiply_tiles<4>};
-constexpr int64_t kGroups = std::size(kMultiply);
+constexpr int64_t kTokenTiles = std::size(kMultiply);
 
 }  // namespace moe_metal
