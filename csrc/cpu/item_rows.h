@@ -1,4 +1,4 @@
-// The rows of a weight in a work item of experts or linear, and their biases.
+// The rows of a weight in a work item of experts, linear or dequantize, and their biases.
 #pragma once
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-// x @ weight^T + bias. Threads share out the rows of the weight, and multiply each by all tokens.
+// x @ weight^T + bias. Threads divide the rows of the weight, and multiply each by all tokens.
 #include "cpu/item_rows.h"
 #include "cpu/ops.h"
 #include "cpu/plan.h"

@@ -19,7 +19,7 @@ constexpr int64_t kTokens = 256, kTokensByRows = 64;
 // bfloat16, 60 instead of 50 in 4-bit affine, and 96 instead of 116 in q6_k (one core of a Zen 3).
 constexpr int64_t kWorthTransposing = kVectorRegisters == 32 ? 32 : 10;
 
-// Packed rows: the most tokens for dot products with special instructions (weights/processor_dots.h).
+// Packed rows: the most tokens for dot products with special instructions (x86/ and arm/).
 constexpr int64_t kFewTokens = 8;
 
 constexpr int64_t kWorthIntegerPanels = 7;

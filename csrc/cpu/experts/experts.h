@@ -1,5 +1,5 @@
-// Shared by the ways to compute `experts`: the slots of each expert, biases, activations, and the sums of an output
-// block.
+// Shared by the ways to compute `experts`: the slots of each expert, biases, activations, and the sums of an item
+// of the output.
 #pragma once
 
 #include <algorithm>
@@ -86,18 +86,18 @@ inline void activate_rows(const Experts& call, const float* gate, const float* u
 }
 
 // How many columns of the output a work item has. With more columns, `inner` is read again less often. But every thread
-// should get a few blocks, and the sums of a block should stay in its cache. 256 columns take 0.96 to 1.01 of the time
+// should get a few items, and the sums of an item should stay in its cache. 256 columns take 0.96 to 1.01 of the time
 // of 128 with two threads (on an Intel, I = 768). With I = 2880, 512 tokens of mxfp4 took 1.05: there 128 are the most.
-inline int64_t output_block(const Experts& call) {
+inline int64_t output_columns(const Experts& call) {
   return rows_for_threads(call.H, 4, std::clamp<int64_t>(items_in_half_of_l2(call.I), 4, 8));
 }
 
-// The sums of a block of the output's columns, for every token. One thread adds the experts in their order, so there is
+// The sums of an item of the output, for every token. One thread adds the experts in their order, so there is
 // no race and the order of each sum is fixed.
 template <class Scalar>
-class OutputBlock {
+class OutputItem {
  public:
-  OutputBlock(const Experts& call, int64_t size)
+  OutputItem(const Experts& call, int64_t size)
       : call_(call), size_(size), weights_(elements<float>(call.weights)), sums_(call.T * size) {}
 
   void start(int64_t first) {

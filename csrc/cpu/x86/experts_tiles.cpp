@@ -212,7 +212,7 @@ class DownTiles {
   const ExpertTokens& tokens_;
   const int64_t size_;
   WeightTileRows weight_;
-  OutputBlock<at::BFloat16> output_;
+  OutputItem<at::BFloat16> output_;
 };
 
 bool experts_by_tiles(const Experts& call, const Slots& slots) {
@@ -232,7 +232,7 @@ bool experts_by_tiles(const Experts& call, const Slots& slots) {
       }
     });
   }
-  const int64_t size = output_block(call), outputs = at::divup(call.H, size);
+  const int64_t size = output_columns(call), outputs = at::divup(call.H, size);
   parallel_work_queue(outputs, [&](auto next_item) {
     const TileShapes shapes;
     DownTiles work(call, slots, tokens, size);
