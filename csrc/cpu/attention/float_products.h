@@ -17,9 +17,9 @@ constexpr int kSumsAtOnce = kVectorRegisters / 4;
 // products are exact in float. The n-th vector of a word is queries[word * lanes + n * kLanes ...]. With few rows
 // memory is the limit, so they prefetch the next keys, from `ahead` on, one line for each word.
 template <int N, int K>
-[[gnu::flatten, gnu::noinline]] inline void dot_floats(const float* queries, int64_t words, int64_t lanes,
-                                                       const float* keys, int64_t step, const float* ahead,
-                                                       float* scores) {
+[[gnu::flatten, gnu::noinline]] inline void score_floats(const float* queries, int64_t words, int64_t lanes,
+                                                         const float* keys, int64_t step, const float* ahead,
+                                                         float* scores) {
   constexpr int64_t kAtOnce = 128;  // words of a partial sum, which bounds the rounding error of long heads
   Vec sums[K][N];
   unrolled<K>([&](auto k) { unrolled<N>([&](auto n) { sums[k][n] = Vec(0); }); });
@@ -90,10 +90,10 @@ struct FloatProducts {
     constexpr int K = kSumsAtOnce;
     int64_t r = 0;
     for (; r + 2 * kLanes <= lanes; r += 2 * kLanes) {
-      dot_floats<2, K>(queries + r, words, lanes, keys, step, ahead, scores + r);
-      dot_floats<2, K>(queries + r, words, lanes, keys + K * step, step, ahead, scores + K * lanes + r);
+      score_floats<2, K>(queries + r, words, lanes, keys, step, ahead, scores + r);
+      score_floats<2, K>(queries + r, words, lanes, keys + K * step, step, ahead, scores + K * lanes + r);
     }
-    if (r < lanes) dot_floats<1, 2 * K>(queries + r, words, lanes, keys, step, ahead, scores + r);
+    if (r < lanes) score_floats<1, 2 * K>(queries + r, words, lanes, keys, step, ahead, scores + r);
   }
 
   // Computes e^(score - greatest) for a vector of lanes and all keys. -> their sums. some_barred becomes true if any

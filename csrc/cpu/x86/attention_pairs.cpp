@@ -12,12 +12,12 @@ int32_t pair_at(const at::BFloat16* pair) {
   return both;
 }
 
-// The scores of N vectors of rows with K keys, like dot_floats(): a word is two bfloat16, whose products are exact in
+// The scores of N vectors of rows with K keys, like score_floats(): a word is two bfloat16, whose products are exact in
 // float.
 template <int N, int K>
-[[MOE_METAL_BF16, gnu::noinline]] void dot_pairs(const float* queries, int64_t words, int64_t lanes,
-                                                 const at::BFloat16* keys, int64_t step, const at::BFloat16* ahead,
-                                                 float* scores) {
+[[MOE_METAL_BF16, gnu::noinline]] void score_pairs(const float* queries, int64_t words, int64_t lanes,
+                                                   const at::BFloat16* keys, int64_t step, const at::BFloat16* ahead,
+                                                   float* scores) {
   __m512 sums[K][N];
   MOE_METAL_UNROLL for (int i = 0; i < K * N; ++i) sums[i / N][i % N] = _mm512_setzero_ps();
   for (int64_t w = 0; w < words; ++w) {
@@ -39,8 +39,8 @@ template <int N, int K>
 // The same for up to 8 rows, as in decoding with most models. A vector has two words of each row: lanes 2r and 2r + 1
 // are for row r.
 template <int K>
-[[MOE_METAL_BF16, gnu::noinline]] void dot_pairs_of_8(const float* queries, int64_t words, const at::BFloat16* keys,
-                                                      int64_t step, const at::BFloat16* ahead, float* scores) {
+[[MOE_METAL_BF16, gnu::noinline]] void score_pairs_of_8(const float* queries, int64_t words, const at::BFloat16* keys,
+                                                        int64_t step, const at::BFloat16* ahead, float* scores) {
   __m512 sums[K];
   MOE_METAL_UNROLL for (int k = 0; k < K; ++k) sums[k] = _mm512_setzero_ps();
   const at::BFloat16* third[K / 3 + 1];  // one pointer for three keys: more do not fit into registers
@@ -146,13 +146,13 @@ struct PairProducts {
   static void multiply_keys(const float* queries, int64_t words, int64_t lanes, const Key* keys, int64_t step,
                             const Key* ahead, float* scores) {
     constexpr int K = kSumsAtOnce;
-    if (lanes == 8) return dot_pairs_of_8<2 * K>(queries, words, keys, step, ahead, scores);
+    if (lanes == 8) return score_pairs_of_8<2 * K>(queries, words, keys, step, ahead, scores);
     int64_t r = 0;
     for (; r + 2 * kLanes <= lanes; r += 2 * kLanes) {
-      dot_pairs<2, K>(queries + r, words, lanes, keys, step, ahead, scores + r);
-      dot_pairs<2, K>(queries + r, words, lanes, keys + K * step, step, ahead, scores + K * lanes + r);
+      score_pairs<2, K>(queries + r, words, lanes, keys, step, ahead, scores + r);
+      score_pairs<2, K>(queries + r, words, lanes, keys + K * step, step, ahead, scores + K * lanes + r);
     }
-    if (r < lanes) dot_pairs<1, 2 * K>(queries + r, words, lanes, keys, step, ahead, scores + r);
+    if (r < lanes) score_pairs<1, 2 * K>(queries + r, words, lanes, keys, step, ahead, scores + r);
   }
 
   static Vec weigh(const float* scores, int64_t lanes, const Vec& greatest, float* weights, bool& some_barred) {
