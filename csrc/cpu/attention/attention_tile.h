@@ -122,7 +122,7 @@ class AttentionTile {
            key * tensor.stride(2);
   }
 
-  // Keys in place if they consist of words and fill whole groups; otherwise a copy, padded with 0.
+  // Keys in place if they consist of words and are multiplied without a remainder; otherwise a copy, padded with 0.
   Chunk<Key> keys_of(int64_t key, int64_t count) {
     const int64_t size = key_size(), step = call_.k.stride(2), column = call_.k.stride(3), D = call_.D;
     const auto* from = address(call_.k, span_, key);
