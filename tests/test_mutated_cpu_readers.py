@@ -193,8 +193,8 @@ FAULTS = [
           REFERENCE, isa="avx2"),
     Fault("rows_after_wide_panels_forgotten", "vector/dots.h", "  product_of_rows<kVectors>(weight, wide",
           "  if (wide == 0) product_of_rows<kVectors>(weight, wide", ROWS),
-    Fault("logits_without_room_for_panels", "gate.cpp", "t * width", "t * call.params.experts", REFERENCE,
-          isa="avx2"),
+    Fault("logits_without_room_for_panels", "gate.cpp", "logits + t * width",
+          "logits + t * call.params.experts", REFERENCE, isa="avx2"),
 ]  # fmt: skip
 
 
