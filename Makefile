@@ -7,6 +7,7 @@
 #                  SETS=--all all
 #   make test-oldest  the tests that depend on transformers, with the oldest supported; TRANSFORMERS=5.25.0 chooses another
 #   make test-arm  the CPU's readers of packed weights on an emulated ARM processor
+#   make portable  the CPU backend without csrc/cpu/x86, in build/portable, with the tests of the ops
 #   make test-all  all of these, changed or not, and the full grid of cases: hours
 #   make fuzz      random calls of every op against the reference, and broken checkpoints; CASES=20000 CHECKPOINTS=500 SEED=7
 #                  choose them, CASE=avx2-123 runs one
@@ -48,14 +49,14 @@ CASES ?= 20000
 CHECKPOINTS ?= 500
 REQUESTS ?= 2000
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h csrc/cpu/*/*.cpp shaders/*.h shaders/*/*.h shaders/*.metal)
+CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h csrc/cpu/*/*.cpp csrc/cpu/*/*/*.h csrc/cpu/*/*/*.cpp shaders/*.h shaders/*/*.h shaders/*.metal)
 SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 # Metal's own validation, which needs an Apple GPU: man MetalValidation.
 CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1
 export MAX_JOBS
 
-.PHONY: help demo test test-sim test-tools test-slow test-oldest test-arm test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz fuzz-serve sanitize lint ci format clean distclean
+.PHONY: help demo test test-sim test-tools test-slow test-oldest test-arm portable test-all bench tune benchmarks doctor validate mps report shaders cross wheel fuzz fuzz-serve sanitize lint ci format clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -106,6 +107,18 @@ test-oldest: $(BUILT) $(BIN)/.ready-to-test
 
 test-arm: $(BUILT) $(BIN)/.ready-to-test
 	MOE_METAL_DEVICES=cpu $(BIN)/python -m pytest tests/test_arm.py
+
+# A copy of the tree without the folder. Its objects stay, so that only what has changed is compiled again.
+PORTABLE := csrc shaders tests torch_moe_metal LICENSE README.md pyproject.toml setup.py
+PORTABLE_TESTS := $(addprefix tests/test_,ops.py quantized.py ggml.py attention.py)
+portable: $(BIN)/.ready-to-test
+	@mkdir -p build/portable/build
+	@rm -rf $(addprefix build/portable/,$(PORTABLE))
+	@tar -c --exclude csrc/cpu/x86 --exclude '*.so' --exclude tests/metal_sim --exclude __pycache__ $(PORTABLE) \
+		| tar -x -C build/portable
+	@cd build/portable && MOE_METAL_CPU=$(MOE_METAL_CPU) ../../$(BIN)/python setup.py --quiet build_ext --inplace
+	cd build/portable && MOE_METAL_DEVICES=cpu OMP_WAIT_POLICY=passive ../../$(BIN)/python -m pytest $(PROCESSES) \
+		-m "not slow" $(PORTABLE_TESTS)
 
 test-all: build/installed-all $(BIN)/.ready-to-test
 	$(PYTEST)

@@ -169,7 +169,7 @@ def by_magnitudes(drawn: Call, device: str, values: Args, got: list[Tensor]) -> 
 
 
 def by_tiles(drawn: Call, values: Args) -> bool:
-    """Whether `experts` may multiply packed weights as tiles of bfloat16 (csrc/cpu/plan.h): many tokens per expert."""
+    """Whether `experts` may multiply packed weights as tiles of bfloat16 (cpu/x86/plan.h): many tokens per expert."""
     packed = any(format_of(name, drawn.options) != "dense" for name in weights(drawn.op))
     if drawn.op != "experts" or not packed or values["x"].dtype != torch.bfloat16:
         return False

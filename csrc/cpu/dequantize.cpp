@@ -1,3 +1,4 @@
+#include "cpu/item_rows.h"
 #include "cpu/vector/rows.h"
 #include "cpu/weights/weight_rows.h"
 #include "ops.h"
@@ -5,18 +6,15 @@
 namespace moe_metal {
 namespace {
 
-// A work item is this many rows of one matrix.
-constexpr int64_t kRowsAtOnce = 32;
-
 template <class Scalar>
 void rows(const Weight& weight, int64_t matrices, Scalar* to) {
-  const int64_t N = weight.rows, C = weight.columns, blocks = at::divup(N, kRowsAtOnce);
-  parallel_work_queue(matrices * blocks, [&](auto next_item) {
+  const int64_t N = weight.rows, C = weight.columns, of_matrix = at::divup(N, kRows);
+  parallel_work_queue(matrices * of_matrix, [&](auto next_item) {
     const auto reader = rows_of(weight);
     const auto floats = scratch<float>(C);
-    for (int64_t item = next_item(); item < matrices * blocks; item = next_item()) {
-      const int64_t matrix = item / blocks, first = item % blocks * kRowsAtOnce;
-      const int64_t count = std::min(kRowsAtOnce, N - first);
+    for (int64_t item = next_item(); item < matrices * of_matrix; item = next_item()) {
+      const int64_t matrix = item / of_matrix, first = item % of_matrix * kRows;
+      const int64_t count = std::min(kRows, N - first);
       for (int64_t r = 0; r < count; ++r) {
         reader->dequantize(matrix, first + r, floats.get());
         Scalar* row = to + (matrix * N + first + r) * C;

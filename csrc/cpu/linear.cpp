@@ -1,37 +1,34 @@
-// x @ weight^T + bias. Threads share out blocks of rows of the weight, and multiply them by all tokens. With several
-// bfloat16 tokens, tiles are used, with packed weights rounded to bfloat16.
-#include "cpu/experts/experts.h"
+// x @ weight^T + bias. Threads divide the rows of the weight, and multiply each by all tokens.
+#include "cpu/item_rows.h"
 #include "cpu/plan.h"
-#include "cpu/vector/rows.h"
+#include "cpu/processor_ways.h"
 #include "cpu/weights/weight_rows.h"
 #include "ops.h"
-#ifdef MOE_METAL_HAS_AVX512
-#include "cpu/linear_tiles.h"
-#endif
 
 namespace moe_metal {
 namespace {
 
 // The rows of a work item. For few tokens, more rows amortise the preparation of the tokens: 151936 x 2048 in 4 bits at
-// T = 1 takes 0.82 to 0.88 of the time with 32 rows. But each thread should get eight items, since it holds two at the
-// end: with four, 2048 x 2048 takes 1.1 times as long. With many tokens, an item of 128 rows uses each part of them
-// again while it is in the cache: 4096 x 2048 in float32 at T = 512 takes 0.95 of the time.
-inline int64_t rows_at_once(const Linear& call) {
+// T = 1 takes 0.82 to 0.88 of the time with 32 rows. But each thread should get at least eight items: it claims its
+// next item before it finishes one, so with fewer some threads idle at the end. With four, 2048 x 2048 takes 1.1 times
+// as long. With many tokens, an item of 128 rows uses each part of them again while it is in the cache: 4096 x 2048 in
+// float32 at T = 512 takes 0.95 of the time.
+int64_t rows_of_item(const Linear& call) {
   const int64_t most = call.T <= 8 ? 8 : call.T > Panel::kManyTokens ? 4 : 1;
   return rows_for_threads(call.N, 8, most);
 }
 
 template <class Scalar>
 void rows(const Linear& call, const Tensor& x) {
-  const int64_t T = call.T, N = call.N, at_once = rows_at_once(call), blocks = at::divup(N, at_once);
-  const auto rows_at = [&](int64_t block) -> RowRange {  // empty past the last block
-    return {0, block * at_once, std::clamp<int64_t>(N - block * at_once, 0, at_once)};
+  const int64_t T = call.T, N = call.N, at_once = rows_of_item(call), items = at::divup(N, at_once);
+  const auto range_of = [&](int64_t item) -> RowRange {  // empty past the last item
+    return {0, item * at_once, std::clamp<int64_t>(N - item * at_once, 0, at_once)};
   };
   const float* from = elements<float>(x);
   auto* to = call.output.mutable_data_ptr<Scalar>();
-  const bool many = T >= kWorthIntegerPanels && call.x.scalar_type() == at::kBFloat16;
+  const bool many = T >= kWorthPreparing && call.x.scalar_type() == at::kBFloat16;
   const auto prepared = many ? prepare_tokens(call.weight, x) : nullptr;
-  parallel_work_queue(blocks, [&](auto next_item) {
+  parallel_work_queue(items, [&](auto next_item) {
     const auto weight = rows_of(call.weight, call.x.scalar_type() == at::kBFloat16);
     std::optional<Panel> panel;
     if (T >= kWorthTransposing) panel.emplace();
@@ -39,8 +36,8 @@ void rows(const Linear& call, const Tensor& x) {
     float bias[kRows];
     const float* rows_of_x[kTokens];
     float* out[kTokens];
-    for_each_item(next_item, blocks, [&](int64_t block, int64_t following) {
-      const RowRange rows = rows_at(block), next = rows_at(following);
+    for_each_item(next_item, items, [&](int64_t item, int64_t following) {
+      const RowRange rows = range_of(item), next = range_of(following);
       const auto [_, first, count] = rows;
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
@@ -63,9 +60,7 @@ void rows(const Linear& call, const Tensor& x) {
 }  // namespace
 
 void cpu::run_linear(const Linear& call) {
-#ifdef MOE_METAL_HAS_AVX512
-  if (linear_fits_tiles(call)) return linear_by_tiles(call);
-#endif
+  if (const auto way = processor_ways().linear; way && way(call)) return;
   const Tensor x = as_float(call.x);
   with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });
 }

@@ -28,8 +28,8 @@ inline Key best_of(const Key* keys, int64_t count) {
   return best;
 }
 
-// Repeatedly selects the largest of up to kMaxExperts keys. It keeps the largest of each block, so a selection takes a
-// pass over the blocks and one over the block of the selected key.
+// Repeatedly selects the largest of up to kMaxExperts keys. It keeps the largest of each chunk, so a selection takes a
+// pass over the chunks and one over the chunk of the selected key.
 class Chooser {
  public:
   void fill(const float* values, int64_t count) {
@@ -40,23 +40,23 @@ class Chooser {
 
   // The ids of the k best, best first.
   void best(int64_t k, int32_t* ids) {
-    const int64_t blocks = at::divup(count_, kBlock);
-    std::fill(keys_.begin() + count_, keys_.begin() + blocks * kBlock, kTaken);
-    for (int64_t b = 0; b < blocks; ++b) block_best_[b] = best_of(&keys_[b * kBlock], kBlock);
+    const int64_t chunks = at::divup(count_, kChunk);
+    std::fill(keys_.begin() + count_, keys_.begin() + chunks * kChunk, kTaken);
+    for (int64_t b = 0; b < chunks; ++b) chunk_best_[b] = best_of(&keys_[b * kChunk], kChunk);
     for (int64_t i = 0; i < k; ++i) {
-      ids[i] = id_of(best_of(block_best_.data(), blocks));
-      const int64_t block = ids[i] / kBlock;
+      ids[i] = id_of(best_of(chunk_best_.data(), chunks));
+      const int64_t chunk = ids[i] / kChunk;
       keys_[ids[i]] = kTaken;
-      block_best_[block] = best_of(&keys_[block * kBlock], kBlock);
+      chunk_best_[chunk] = best_of(&keys_[chunk * kChunk], kChunk);
     }
   }
 
  private:
-  static constexpr int kBlock = 16, kBlocks = kMaxExperts / kBlock;
+  static constexpr int kChunk = 16, kChunks = kMaxExperts / kChunk;
 
   int64_t count_ = 0;
   alignas(64) std::array<Key, kMaxExperts> keys_;
-  alignas(64) std::array<Key, kBlocks> block_best_;
+  alignas(64) std::array<Key, kChunks> chunk_best_;
 };
 
 // Each thread has its own, which contains the scratch memory of a row.

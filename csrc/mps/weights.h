@@ -4,7 +4,7 @@
 #include <bit>
 #include <cmath>
 
-#include "contract.h"
+#include "contract/experts.h"
 #include "mps/launch.h"
 #include "mps/tuning.h"
 

@@ -1,13 +1,14 @@
-// Shared by the ways to compute `experts`: the slots of each expert, biases, activations, and the sums of an output
-// block.
+// Shared by the ways to compute `experts`: the slots of each expert, biases, activations, and the sums of an item
+// of the output.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "contract.h"
+#include "contract/experts.h"
 #include "cpu/activation.h"
+#include "cpu/item_rows.h"
 #include "cpu/vector/rows.h"
 
 namespace moe_metal {
@@ -46,18 +47,10 @@ struct Slots {
   }
 };
 
-// Work items have this many rows of gate_up, inner or down, or a few times as many. 32 rows are 48 to 256 KB of weights
-// in common models.
-constexpr int64_t kRows = 32;
-
-// to[i] = bias[first + i * step], or 0 without a bias.
-inline void read_bias(const Tensor& bias, int64_t first, int64_t step, int64_t count, float* to) {
-  std::fill_n(to, kRows, 0.0f);
-  if (!bias.defined()) return;
-  with_dtype(bias.scalar_type(), [&](auto scalar) {
-    const auto* from = static_cast<const decltype(scalar)*>(bias.const_data_ptr()) + first;
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i * step]);
-  });
+// Whether `inner`, the intermediate result, may be rounded to bfloat16: only if the activations are bfloat16, and not
+// with tiny matrices, where rounding errors do not average out.
+inline bool inner_may_be_rounded(const Experts& call) {
+  return call.x.scalar_type() == at::kBFloat16 && std::min(call.H, call.I) >= 64;
 }
 
 // The biases of up to kRows rows of gate and of up, of one expert.
@@ -92,30 +85,19 @@ inline void activate_rows(const Experts& call, const float* gate, const float* u
   });
 }
 
-// The rows of a work item: up to `most` times kRows, so that each thread gets at least `items` items out of all rows.
-// It is called before the parallel loop: on a new OpenMP thread, the first call of at::get_num_threads() may return 1.
-inline int64_t rows_for_threads(int64_t rows, int64_t items, int64_t most) {
-  return kRows * std::clamp<int64_t>(rows / (kRows * items * at::get_num_threads()), 1, most);
-}
-
-// How many blocks of kRows rows of a weight, as bfloat16, half of an L2 cache of 1 MB holds.
-inline int64_t row_blocks_in_half_of_l2(int64_t columns) {
-  return (512 << 10) / (kRows * 2 * std::max<int64_t>(columns, 1));
-}
-
 // How many columns of the output a work item has. With more columns, `inner` is read again less often. But every thread
-// should get a few blocks, and the sums of a block should stay in its cache. 256 columns take 0.96 to 1.01 of the time
+// should get a few items, and the sums of an item should stay in its cache. 256 columns take 0.96 to 1.01 of the time
 // of 128 with two threads (on an Intel, I = 768). With I = 2880, 512 tokens of mxfp4 took 1.05: there 128 are the most.
-inline int64_t output_block(const Experts& call) {
-  return rows_for_threads(call.H, 4, std::clamp<int64_t>(row_blocks_in_half_of_l2(call.I), 4, 8));
+inline int64_t output_columns(const Experts& call) {
+  return rows_for_threads(call.H, 4, std::clamp<int64_t>(items_in_half_of_l2(call.I), 4, 8));
 }
 
-// The sums of a block of the output's columns, for every token. One thread adds the experts in their order, so there is
+// The sums of an item of the output, for every token. One thread adds the experts in their order, so there is
 // no race and the order of each sum is fixed.
 template <class Scalar>
-class OutputBlock {
+class OutputItem {
  public:
-  OutputBlock(const Experts& call, int64_t size)
+  OutputItem(const Experts& call, int64_t size)
       : call_(call), size_(size), weights_(elements<float>(call.weights)), sums_(call.T * size) {}
 
   void start(int64_t first) {

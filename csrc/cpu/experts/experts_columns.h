@@ -1,7 +1,7 @@
 // `experts` with few tokens for weights with contiguous columns ([E, H, 2I] and [E, I, H]).
 //
-// A thread reads fastest if it reads whole neighbouring columns; a block of rows of each column takes twice as long. So
-// threads share out the columns, and each computes partial sums of all rows:
+// Whole neighbouring columns are read twice as fast as a few rows of each. So threads divide the columns, and each
+// computes partial sums of all rows:
 //
 //   partial[part, slot, r] = sum over the kPart columns c of a part of weight(r, c) * x[slot][c]
 //
@@ -12,6 +12,13 @@
 namespace moe_metal {
 
 constexpr int64_t kPart = 256;
+
+// Dense weights with contiguous columns, and few slots: with many, the partial sums would be larger than the weights.
+inline bool experts_fit_columns(const Experts& call) {
+  const Weight &gate_up = call.gate_up, &down = call.down;
+  return gate_up.format->is_dense() && down.format->is_dense() && gate_up.row == 1 && down.row == 1 &&
+         gate_up.gap == 0 && gate_up.column != 1 && down.column != 1 && call.T * call.K <= 256;
+}
 
 // out[n][r] += weight(r, c) * x[n][c] for C columns: each sum is loaded and stored once for all of them.
 template <int C, int N, class Scalar>
@@ -95,7 +102,7 @@ struct Partial {
   }
 };
 
-// inner[slot, row ...] = act(gate) * up, for one block of rows
+// inner[slot, row ...] = act(gate) * up, for an item of rows
 inline void activate_sums(const Experts& call, const Partial& both, int64_t expert, int64_t slot, int64_t row,
                           float* inner) {
   const int64_t rows = std::min(kRows, call.I - row);
@@ -119,10 +126,10 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
   const Partial both(call, slots, 2 * call.I, call.H, x), down(call, slots, call.H, call.I, x);
 
   both.multiply<Scalar>(call.gate_up, [&](int64_t slot) { return from + slot / call.K * call.H; });
-  const int64_t blocks = at::divup(call.I, kRows), items = slots.used() * blocks;
+  const int64_t of_expert = at::divup(call.I, kRows), items = slots.used() * of_expert;
   parallel_work_queue(items, [&](auto next_item) {
     for (int64_t item = next_item(); item < items; item = next_item()) {
-      const int64_t which = item / blocks, row = item % blocks * kRows;
+      const int64_t which = item / of_expert, row = item % of_expert * kRows;
       for (int64_t at = slots.begin[which]; at < slots.begin[which + 1]; ++at) {
         activate_sums(call, both, slots.experts[which], slots.order[at], row, to);
       }
@@ -131,7 +138,7 @@ void experts_by_columns(const Experts& call, const Slots& slots) {
   down.multiply<Scalar>(call.down, [&](int64_t slot) { return to + slot * call.I; });
   const int64_t outputs = at::divup(call.H, kRows);
   parallel_work_queue(outputs, [&](auto next_item) {
-    OutputBlock<Scalar> output(call, kRows);
+    OutputItem<Scalar> output(call, kRows);
     float sums[kRows] = {};
     for (int64_t item = next_item(); item < outputs; item = next_item()) {
       const int64_t row = item * kRows;

@@ -24,7 +24,7 @@ class GateUpDots {
         prepared_(prepared),
         inner_(inner),
         size_(size),
-        blocks_(at::divup(call.I, size)),
+        of_expert_(at::divup(call.I, size)),
         both_(scratch<float>(kTokens * 2 * size_)),
         rows_(rows_of(call.gate_up, call.x.scalar_type() == at::kBFloat16)),
         panel_(panel(slots)) {}
@@ -35,9 +35,9 @@ class GateUpDots {
     return rows_for_threads(call.I * slots.used(), 8, 4);
   }
 
-  // Item i is block i % blocks of the rows of the expert i / blocks.
+  // Item i has rows of the expert i / of_expert_, and is number i % of_expert_ of its items.
   void operator()(int64_t item, int64_t next) {
-    const int64_t which = item / blocks_;
+    const int64_t which = item / of_expert_;
     const RowRange range = range_of(item), following = range_of(next);
     for (int64_t at = slots_.begin[which], count; at < slots_.begin[which + 1]; at += count) {
       const int64_t* slots = slots_.order.data() + at;
@@ -50,12 +50,12 @@ class GateUpDots {
  private:
   // Empty past the last item.
   RowRange range_of(int64_t item) const {
-    const int64_t which = item / blocks_, row = item % blocks_ * size_;
+    const int64_t which = item / of_expert_, row = item % of_expert_ * size_;
     return which < slots_.used() ? RowRange{slots_.experts[which], row, std::min(size_, call_.I - row)} : RowRange();
   }
   bool interleaved() const { return call_.row_stride == 2; }
 
-  // both[n] = size_ of gate, then size_ of up; or both in turn
+  // both[n] = size_ of gate, then size_ of up; or the rows of both alternate
   void multiply(const RowRange& range, const RowRange& next, const int64_t* slots, int64_t count) {
     const auto [expert, row, rows] = range;
     const float* from[kTokens];
@@ -95,14 +95,14 @@ class GateUpDots {
   const float* x_;
   const PreparedTokens* prepared_;
   float* inner_;
-  const int64_t size_, blocks_;
+  const int64_t size_, of_expert_;
   const std::unique_ptr<float[], Free> both_;
   const std::unique_ptr<WeightRows> rows_;
   std::optional<Panel> panel_;
   const int64_t at_once_ = panel_ ? kTokens : kTokensByRows;
 };
 
-// Computes one block of the output: the weighted sum over all experts of their products with down.
+// Computes one item of the output: the weighted sum over all experts of their products with down.
 template <class Scalar>
 class DownDots {
  public:
@@ -117,7 +117,7 @@ class DownDots {
         rows_(rows_of(call.down, inner_may_be_rounded(call))),
         panel_(panel(slots)) {}
 
-  // `next`: the first row of the block that this thread computes afterwards.
+  // `next`: the first row of the item that this thread computes afterwards.
   void operator()(int64_t first, int64_t next) {
     output_.start(first);
     for (int64_t which = 0; which < slots_.used(); ++which) {
@@ -132,7 +132,7 @@ class DownDots {
   }
 
  private:
-  // Empty past the last block.
+  // Empty past the last item.
   RowRange range_of(int64_t which, int64_t first) const {
     return {slots_.experts[which], first, std::clamp<int64_t>(call_.H - first, 0, size_)};
   }
@@ -156,7 +156,7 @@ class DownDots {
   const float* inner_;
   const PreparedTokens* prepared_;
   const int64_t size_;
-  OutputBlock<Scalar> output_;
+  OutputItem<Scalar> output_;
   const std::unique_ptr<float[], Free> results_;
   const std::unique_ptr<WeightRows> rows_;
   std::optional<Panel> panel_;
@@ -174,7 +174,7 @@ void experts_by_dots(const Experts& call, const Slots& slots) {
     for_each_item(next_item, items, [&](int64_t item, int64_t next) { work(item, next); });
   });
   const auto prepared_inner = many && inner_may_be_rounded(call) ? prepare_tokens(call.down, inner) : nullptr;
-  const int64_t size = output_block(call), outputs = at::divup(call.H, size);
+  const int64_t size = output_columns(call), outputs = at::divup(call.H, size);
   parallel_work_queue(outputs, [&](auto next_item) {
     DownDots<Scalar> work(call, slots, elements<float>(inner), prepared_inner.get(), size);
     for_each_item(next_item, outputs, [&](int64_t item, int64_t next) { work(item * size, next * size); });

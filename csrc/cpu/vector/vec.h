@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "cpu/processor.h"
+#include "cpu/vector/processor.h"
 
 namespace moe_metal {
 

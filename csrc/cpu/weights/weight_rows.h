@@ -9,7 +9,7 @@
 
 namespace moe_metal {
 
-struct TokenGroups;
+struct TokenTiles;
 struct WeightTiles;
 
 // A range of rows of one expert, which may be empty.
@@ -53,7 +53,7 @@ class PackedStrip {
   // Multiplies two groups of tokens, or two and a half, by the strip, which is converted to `to` meanwhile. The last
   // blocks of the strip stay there, or all without a ring. -> false if the strip does not allow that; nothing is done
   // then.
-  virtual bool multiply(const WeightTiles& to, const TokenGroups& groups, float (*c)[16][16]) = 0;
+  virtual bool multiply(const WeightTiles& to, const TokenTiles& groups, float (*c)[16][16]) = 0;
 };
 
 // Returns null for dense weights, which are read in place.

@@ -35,12 +35,12 @@ class TileShapes {
   Config before_;
 };
 
-// c[g] = a strip of weights times token tile g, whose first block is at tokens + g * size. One strip at a time: its 16
-// rows are as many streams as memory serves well (32 were 5 % slower for one token). ahead(b) is called before each
-// block b, and may unpack later blocks.
+// c[g] = a tile row of weights times token tile g, whose first chunk is at tokens + g * size. One tile row at a time:
+// memory serves the addresses of its 16 rows well (32 were 5 % slower for one token). ahead(b) is called before each
+// chunk b, and may unpack later chunks.
 template <int G, class Ahead = Nothing>
 [[MOE_METAL_AMX]] inline void multiply_tiles(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
-                                             int64_t blocks, float (*c)[kTile][kTile], bool add,
+                                             int64_t chunks, float (*c)[kTile][kTile], bool add,
                                              const Ahead& ahead = Nothing()) {
   static_assert(1 <= G && G <= 4);
   if (add) {
@@ -54,10 +54,10 @@ template <int G, class Ahead = Nothing>
     if constexpr (G > 2) _tile_zero(2);
     if constexpr (G > 3) _tile_zero(3);
   }
-  for (int64_t b = 0; b < blocks; ++b) {
+  for (int64_t b = 0; b < chunks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
     ahead(b);
-    _tile_loadd(4, weights.data + (b & weights.ring) * weights.block, weights.row * 2);
+    _tile_loadd(4, weights.data + (b & weights.ring) * weights.chunk, weights.row * 2);
     _tile_loadd(5, here, 64);
     _tile_dpbf16ps(0, 4, 5);
     if constexpr (G > 1) {
@@ -79,76 +79,57 @@ template <int G, class Ahead = Nothing>
   if constexpr (G > 3) _tile_stored(3, c[3], 64);
 }
 
-// Two strips at a time, for two tiles of tokens. Each tile is loaded once per block: on an Emerald Rapids whose cores
-// are shared with other programs, loads take as long as products.
-template <class Ahead>
-[[MOE_METAL_AMX]] inline void multiply_two_by_two(const WeightTiles& upper, const WeightTiles& lower,
-                                                  const at::BFloat16* tokens, int64_t size, int64_t blocks,
-                                                  float (*c0)[kTile][kTile], float (*c1)[kTile][kTile],
-                                                  const Ahead& ahead) {
+// Two tile rows at a time, for two or three tiles of tokens. Of two, each tile is loaded once per chunk: on an Emerald
+// Rapids whose cores are shared with other programs, loads take as long as products. The sums of three take six
+// registers, so the lower tile row reads two tiles again, from the L1 cache.
+template <int G, class Ahead>
+[[MOE_METAL_AMX]] inline void multiply_two(const WeightTiles& upper, const WeightTiles& lower,
+                                           const at::BFloat16* tokens, int64_t size, int64_t chunks,
+                                           float (*c0)[kTile][kTile], float (*c1)[kTile][kTile], const Ahead& ahead) {
+  static_assert(2 <= G && G <= 3);
   _tile_zero(0);
   _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const at::BFloat16* here = tokens + b * kTileSize;
-    ahead(b);
-    _tile_loadd(4, upper.data + (b & upper.ring) * upper.block, upper.row * 2);
-    _tile_loadd(5, here, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, here + size, 64);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(7, lower.data + (b & lower.ring) * lower.block, lower.row * 2);
-    _tile_dpbf16ps(2, 7, 5);
-    _tile_dpbf16ps(3, 7, 6);
-  }
-  _tile_stored(0, c0[0], 64);
-  _tile_stored(1, c0[1], 64);
-  _tile_stored(2, c1[0], 64);
-  _tile_stored(3, c1[1], 64);
-}
-
-// The same for three tiles of tokens. The sums take six registers, so the second strip reads two tiles again, from the
-// L1 cache.
-template <class Ahead>
-[[MOE_METAL_AMX]] inline void multiply_two_by_three(const WeightTiles& upper, const WeightTiles& lower,
-                                                    const at::BFloat16* tokens, int64_t size, int64_t blocks,
-                                                    float (*c0)[kTile][kTile], float (*c1)[kTile][kTile],
-                                                    const Ahead& ahead) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
+  if constexpr (G > 2) _tile_zero(2);
   _tile_zero(3);
   _tile_zero(4);
-  _tile_zero(5);
-  for (int64_t b = 0; b < blocks; ++b) {
+  if constexpr (G > 2) _tile_zero(5);
+  for (int64_t b = 0; b < chunks; ++b) {
     const at::BFloat16* here = tokens + b * kTileSize;
     ahead(b);
-    _tile_loadd(6, upper.data + (b & upper.ring) * upper.block, upper.row * 2);
+    _tile_loadd(6, upper.data + (b & upper.ring) * upper.chunk, upper.row * 2);
     _tile_loadd(7, here, 64);
     _tile_dpbf16ps(0, 6, 7);
-    _tile_loadd(7, here + size, 64);
-    _tile_dpbf16ps(1, 6, 7);
-    _tile_loadd(7, here + 2 * size, 64);
-    _tile_dpbf16ps(2, 6, 7);
-    _tile_loadd(6, lower.data + (b & lower.ring) * lower.block, lower.row * 2);
-    _tile_dpbf16ps(5, 6, 7);
-    _tile_loadd(7, here + size, 64);
-    _tile_dpbf16ps(4, 6, 7);
-    _tile_loadd(7, here, 64);
+    if constexpr (G > 2) {
+      _tile_loadd(7, here + size, 64);
+      _tile_dpbf16ps(1, 6, 7);
+      _tile_loadd(7, here + 2 * size, 64);
+      _tile_dpbf16ps(2, 6, 7);
+    } else {
+      _tile_loadd(5, here + size, 64);
+      _tile_dpbf16ps(1, 6, 5);
+    }
+    _tile_loadd(6, lower.data + (b & lower.ring) * lower.chunk, lower.row * 2);
+    if constexpr (G > 2) {
+      _tile_dpbf16ps(5, 6, 7);
+      _tile_loadd(7, here + size, 64);
+      _tile_dpbf16ps(4, 6, 7);
+      _tile_loadd(7, here, 64);
+    } else {
+      _tile_dpbf16ps(4, 6, 5);
+    }
     _tile_dpbf16ps(3, 6, 7);
   }
   _tile_stored(0, c0[0], 64);
   _tile_stored(1, c0[1], 64);
-  _tile_stored(2, c0[2], 64);
+  if constexpr (G > 2) _tile_stored(2, c0[2], 64);
   _tile_stored(3, c1[0], 64);
   _tile_stored(4, c1[1], 64);
-  _tile_stored(5, c1[2], 64);
+  if constexpr (G > 2) _tile_stored(5, c1[2], 64);
 }
 
 // Indexed by the number of token tiles minus one.
 constexpr decltype(&multiply_tiles<1>) kMultiply[] = {multiply_tiles<1>, multiply_tiles<2>, multiply_tiles<3>,
                                                       multiply_tiles<4>};
-constexpr int64_t kGroups = std::size(kMultiply);
+constexpr int64_t kTokenTiles = std::size(kMultiply);
 
 }  // namespace moe_metal

@@ -3,8 +3,8 @@
 // Both are integers. A tile has 64 columns of 16 rows of weights; 8-bit weights are read in place. It is multiplied by
 // five tokens at a time: each digit of a token is a column of the right operand. Sums over a group are exact.
 #pragma once
-#include "cpu/plan.h"
 #include "cpu/x86/integers.h"
+#include "cpu/x86/plan.h"
 #include "cpu/x86/tiles.h"
 
 namespace moe_metal {

@@ -13,16 +13,16 @@ namespace moe_metal {
   return _mm256_dpbf16_ps(sums, reinterpret_cast<__m256bh>(tokens), reinterpret_cast<__m256bh>(same));
 }
 
-// c[g] = a strip of weights times token tile g, without AMX: `G` tiles, and with `half` also the first eight tokens of
-// the next tile; with `add`, c[g] += it. Eight rows at a time: rows of common sizes all map to one set of the L1 cache,
-// which has eight ways on many processors; 16 rows took twice as long. The next eight rows are prefetched to the L2
-// cache meanwhile: 128 experts with 16 tokens each take 0.75 to 0.85 of the time without. Instead, ahead(b, part) may
-// unpack later blocks: it is called kParts times per block b, since the processor does that and products at once.
+// c[g] = a tile row of weights times token tile g, without AMX: `G` tiles, and with `half` also the first eight tokens
+// of the next tile; with `add`, c[g] += it. Eight rows at a time: rows of common sizes all map to one set of the L1
+// cache, which has eight ways on many processors; 16 rows took twice as long. The next eight rows are prefetched to the
+// L2 cache meanwhile: 128 experts with 16 tokens each take 0.75 to 0.85 of the time without. Instead, ahead(b, part)
+// may unpack later chunks: it is called kParts times per chunk b, since the processor does that and products at once.
 constexpr int kRowsOfVectors = 8;
 constexpr int64_t kParts = 4;
 template <int G, bool half, class Ahead = Nothing>
 [[MOE_METAL_BF16]] inline void multiply_by_vectors(const WeightTiles& weights, const at::BFloat16* tokens, int64_t size,
-                                                   int64_t blocks, float (*c)[kTile][kTile], bool add,
+                                                   int64_t chunks, float (*c)[kTile][kTile], bool add,
                                                    const Ahead& given = Ahead()) {
   constexpr int R = kRowsOfVectors;
   constexpr bool kAlone = std::is_same_v<Ahead, Nothing>;
@@ -38,8 +38,8 @@ template <int G, bool half, class Ahead = Nothing>
       }
     }
     if constexpr (!kAlone) ahead.begin(first);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const at::BFloat16* rows = weights.data + (b & weights.ring) * weights.block + first * row;
+    for (int64_t b = 0; b < chunks; ++b) {
+      const at::BFloat16* rows = weights.data + (b & weights.ring) * weights.chunk + first * row;
       if constexpr (kAlone) {
         MOE_METAL_UNROLL for (int r = R; r < 2 * R; ++r) __builtin_prefetch(rows + r * row, 0, 2);
       }

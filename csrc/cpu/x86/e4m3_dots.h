@@ -7,8 +7,8 @@
 #include <array>
 #include <cmath>
 
-#include "cpu/plan.h"
 #include "cpu/weights/scaled_rows.h"
+#include "cpu/x86/plan.h"
 
 namespace moe_metal {
 

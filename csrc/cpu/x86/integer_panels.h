@@ -4,8 +4,8 @@
 // Both are integers. 128 columns of 32 rows are unpacked in cache, with the rows in the lanes: an instruction
 // multiplies four columns of 16 rows by four digits of a token. Sums over a group of columns are exact.
 #pragma once
-#include "cpu/plan.h"
 #include "cpu/x86/integers.h"
+#include "cpu/x86/plan.h"
 #include "cpu/x86/weight_tiles.h"
 
 namespace moe_metal {

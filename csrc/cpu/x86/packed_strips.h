@@ -35,7 +35,7 @@ class PackedStripRows final : public PackedStrip {
     }
     if (first < end) pack_part(first, end, to);
   }
-  bool multiply(const WeightTiles& to, const TokenGroups& groups, float (*c)[kTile][kTile]) override {
+  bool multiply(const WeightTiles& to, const TokenTiles& groups, float (*c)[kTile][kTile]) override {
     if (!whole_ || some_->columns % kWide != 0) return false;
     multiply_ahead(to, groups, c);
     return true;
@@ -120,7 +120,7 @@ class PackedStripRows final : public PackedStrip {
    private:
     [[gnu::always_inline]] void start(int64_t block) {
       more_ = block * kDepth < columns_;
-      converted_.start(first_, block * kDepth, const_cast<at::BFloat16*>(to_.data) + (block & to_.ring) * to_.block);
+      converted_.start(first_, block * kDepth, const_cast<at::BFloat16*>(to_.data) + (block & to_.ring) * to_.chunk);
     }
     Converted<2> converted_;
     bool more_ = true;
@@ -128,7 +128,7 @@ class PackedStripRows final : public PackedStrip {
     const int64_t columns_;
     const WeightTiles to_;
   };
-  [[MOE_METAL_BF16, gnu::noinline]] void multiply_ahead(const WeightTiles& to, const TokenGroups& groups,
+  [[MOE_METAL_BF16, gnu::noinline]] void multiply_ahead(const WeightTiles& to, const TokenTiles& groups,
                                                         float (*c)[kTile][kTile]) {
     // For up to 16, 24, 32 and 40 tokens; up to 8 are not multiplied here.
     static constexpr decltype(&multiply_by_vectors<2, true, Ahead>) kProducts[] = {

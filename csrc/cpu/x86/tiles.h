@@ -40,60 +40,59 @@ inline void pack_rows(const Matrix<at::BFloat16>& weight, at::BFloat16* to) {
   }
 }
 
-// Strips of 16 rows as left operands. Each matrix has at most 16 rows; a strip past the last row is zero.
-class Strips {
+// Tile rows as left operands. Each matrix has at most 16 rows; those past the last are zero.
+class TileRows {
  public:
-  Strips(int64_t count, int64_t columns) : tiles(count), blocks_(at::divup(columns, kDepth)) {}
-  int64_t blocks() const { return blocks_; }
+  TileRows(int64_t count, int64_t columns) : tiles(count), chunks_(at::divup(columns, kDepth)) {}
+  int64_t chunks() const { return chunks_; }
 
   void read(int64_t which, const Matrix<at::BFloat16>& weight) {
     if (weight.column == 1 && weight.rows == kTile && weight.columns % kDepth == 0) {
       tiles[which] = {weight.data, weight.row, kDepth};
       return;
     }
-    pack_rows(weight, panel(which, which));
+    pack_rows(weight, memory(which, which));
   }
-  // Memory for a strip that AMX cannot read in place, in the layout of pack_rows(): that of strip `place`.
-  at::BFloat16* panel(int64_t which, int64_t place) {
-    panels_.resize(tiles.size() * blocks_ * kTileSize);
-    at::BFloat16* panel = panels_.data() + place * blocks_ * kTileSize;
-    tiles[which] = {panel, kDepth, kTileSize};
-    return panel;
+  // Memory for a tile row that AMX cannot read in place, in the layout of pack_rows(): that of tile row `at`.
+  at::BFloat16* memory(int64_t which, int64_t at) {
+    memory_.resize(tiles.size() * chunks_ * kTileSize);
+    at::BFloat16* to = memory_.data() + at * chunks_ * kTileSize;
+    tiles[which] = {to, kDepth, kTileSize};
+    return to;
   }
   std::vector<WeightTiles> tiles;
 
  private:
-  int64_t blocks_;
-  std::vector<at::BFloat16> panels_;
+  int64_t chunks_;
+  std::vector<at::BFloat16> memory_;
 };
 
 // Copies up to 16 rows of n bfloat16 to a right operand: for each pair of k, the pairs of all rows, padded with zeros.
-// The next pair of k is `step` further.
 template <class RowOf>
-inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to, int64_t step = kDepth) {
+inline void pack_right(RowOf&& row_of, int64_t count, int64_t n, at::BFloat16* to) {
   for (int64_t k = 0; k < n; k += kDepth) {
     __m512i tile[kTile];
     for (int64_t i = 0; i < kTile; ++i) {
       tile[i] = i < count ? load_part(row_of(i) + k, n - k) : _mm512_setzero_si512();
     }
     transpose(tile);
-    for (int64_t p = 0; p < kTile; ++p, to += step) _mm512_storeu_si512(to, tile[p]);
+    for (int64_t p = 0; p < kTile; ++p, to += kDepth) _mm512_storeu_si512(to, tile[p]);
   }
 }
 
-// How many of these groups of tokens are multiplied together. With AMX, three groups need fewer bytes of the L2 cache
+// How many of these tiles of tokens are multiplied together. With AMX, three tiles need fewer bytes of the L2 cache
 // for a product than two: of 4,096 tokens, dense experts take 0.97 of the time, and packed ones 0.96 (on an Intel with
 // 480 MB of L3 cache).
-inline int64_t groups_at_once(int64_t groups) {
-  if (amx_available()) return groups > kGroups ? 3 : groups;
-  return groups == 4 ? 2 : std::min<int64_t>(groups, 3);  // not three and then one
+inline int64_t tiles_at_once(int64_t count) {
+  if (amx_available()) return count > kTokenTiles ? 3 : count;
+  return count == 4 ? 2 : std::min<int64_t>(count, 3);  // not three and then one
 }
 
-// c[g] = some blocks of a strip times groups of tokens (with AMX up to kGroups); with `add`, c[g] += them.
-inline void multiply_strip(const WeightTiles& weights, const TokenGroups& groups, int64_t blocks,
-                           float (*c)[kTile][kTile], bool add) {
+// c[g] = some chunks of a tile row times tiles of tokens (with AMX up to kTokenTiles); with `add`, c[g] += them.
+inline void multiply_tile_row(const WeightTiles& weights, const TokenTiles& tokens, int64_t chunks,
+                              float (*c)[kTile][kTile], bool add) {
   if (amx_available()) {
-    kMultiply[groups.count() - 1](weights, groups.data, groups.size, blocks, c, add, Nothing());
+    kMultiply[tokens.count() - 1](weights, tokens.data, tokens.size, chunks, c, add, Nothing());
     return;
   }
   // The products of up to three whole tiles, without and with half a tile.
@@ -102,44 +101,45 @@ inline void multiply_strip(const WeightTiles& weights, const TokenGroups& groups
       {multiply_by_vectors<1, false>, multiply_by_vectors<1, true>},
       {multiply_by_vectors<2, false>, multiply_by_vectors<2, true>},
       {multiply_by_vectors<3, false>, nullptr}};
-  for (int64_t g = 0, count; g < groups.count(); g += count) {
-    count = groups_at_once(groups.count() - g);
-    const TokenGroups some = groups.subrange(g, count);
+  for (int64_t g = 0, count; g < tokens.count(); g += count) {
+    count = tiles_at_once(tokens.count() - g);
+    const TokenTiles some = tokens.subrange(g, count);
     const bool half = some.tokens <= count * kTile - kTile / 2;
-    kProducts[count - half][half](weights, some.data, some.size, blocks, c + g, add, Nothing());
+    kProducts[count - half][half](weights, some.data, some.size, chunks, c + g, add, Nothing());
   }
 }
 
-// The products of a pair of strips with up to kGroups groups of tokens.
+// The products of two tile rows with up to kTokenTiles tiles of tokens.
 struct Products {
-  alignas(64) float c[2][kGroups][kTile][kTile];
+  alignas(64) float c[2][kTokenTiles][kTile][kTile];
 
-  // Whether to multiply two strips at a time. One group is limited by memory, which serves the streams of one strip
-  // best. The sums of two strips and four groups do not fit in registers, so two groups follow the other two.
-  static bool in_pairs(int64_t groups) { return groups > 1; }
+  // Whether to multiply two tile rows at a time. One tile of tokens is limited by memory, which serves the addresses of
+  // one tile row best. The sums of two tile rows and four tiles of tokens do not fit in registers, so two tiles follow
+  // the other two.
+  static bool in_pairs(int64_t tiles) { return tiles > 1; }
 
-  void multiply(const WeightTiles* pair, const TokenGroups& groups, int64_t blocks) {
-    if (amx_available()) return multiply(pair, groups, blocks, Nothing(), Nothing());
-    for (int w = 0; w < 2; ++w) multiply_strip(pair[w], groups, blocks, c[w], false);
+  void multiply(const WeightTiles* pair, const TokenTiles& tokens, int64_t chunks) {
+    if (amx_available()) return multiply(pair, tokens, chunks, Nothing(), Nothing());
+    for (int w = 0; w < 2; ++w) multiply_tile_row(pair[w], tokens, chunks, c[w], false);
   }
 
-  // With AMX. `upper` and `lower` are called before each block, and may unpack later blocks of their strips.
+  // With AMX. `upper` and `lower` are called before each chunk, and may unpack later chunks of their tile rows.
   template <class Ahead>
-  void multiply(const WeightTiles* pair, const TokenGroups& groups, int64_t blocks, const Ahead& upper,
+  void multiply(const WeightTiles* pair, const TokenTiles& tokens, int64_t chunks, const Ahead& upper,
                 const Ahead& lower) {
-    const int64_t count = groups.count();
+    const int64_t count = tokens.count();
     if (in_pairs(count)) {
-      // 52 ms instead of 56 with one strip at a time
-      const auto both = [&](int64_t block) { upper(block), lower(block); };
+      // 52 ms instead of 56 with one tile row at a time
+      const auto both = [&](int64_t chunk) { upper(chunk), lower(chunk); };
       const auto multiply = [&](auto product, int64_t g, const auto& ahead) {
-        product(pair[0], pair[1], groups.data + g * groups.size, groups.size, blocks, c[0] + g, c[1] + g, ahead);
+        product(pair[0], pair[1], tokens.data + g * tokens.size, tokens.size, chunks, c[0] + g, c[1] + g, ahead);
       };
-      if (count == 3) return multiply(multiply_two_by_three<decltype(both)>, 0, both);
-      multiply(multiply_two_by_two<decltype(both)>, 0, both);
-      if (count == 4) multiply(multiply_two_by_two<Nothing>, 2, Nothing());
+      if (count == 3) return multiply(multiply_two<3, decltype(both)>, 0, both);
+      multiply(multiply_two<2, decltype(both)>, 0, both);
+      if (count == 4) multiply(multiply_two<2, Nothing>, 2, Nothing());
     } else {
-      multiply_tiles<1>(pair[0], groups.data, groups.size, blocks, c[0], false, upper);
-      multiply_tiles<1>(pair[1], groups.data, groups.size, blocks, c[1], false, lower);
+      multiply_tiles<1>(pair[0], tokens.data, tokens.size, chunks, c[0], false, upper);
+      multiply_tiles<1>(pair[1], tokens.data, tokens.size, chunks, c[1], false, lower);
     }
   }
 };

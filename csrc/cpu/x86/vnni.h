@@ -4,8 +4,8 @@
 // are rounded. These columns share a unit, so two digits are enough for most tokens, and the third is multiplied only
 // in chunks that need it. vdpbf16ps, which would also be exact, takes more than twice as long on a Sapphire Rapids.
 #pragma once
-#include "cpu/plan.h"
 #include "cpu/x86/integers.h"
+#include "cpu/x86/plan.h"
 
 namespace moe_metal {
 

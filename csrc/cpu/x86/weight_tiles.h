@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cpu/vector/vec.h"
+#include "cpu/x86/processor.h"
 
 namespace moe_metal {
 
@@ -13,21 +14,21 @@ constexpr int64_t kDepth = 32;  // bfloat16 of k in a tile
 constexpr int64_t kTileSize = kTile * kDepth;
 static_assert(kLanes == kTile);
 
-// 16 rows of a weight matrix: block b of row r is at data + r * row + (b & ring) * block. With a ring buffer of blocks,
-// `ring` is its size minus one.
+// A tile row: the tiles of 16 rows of a weight. Chunk b, of 32 columns, of row r is at data + r * row + (b & ring) *
+// chunk. With a ring buffer of chunks, `ring` is its size minus one.
 struct WeightTiles {
   const at::BFloat16* data;
-  int64_t row, block;
+  int64_t row, chunk;
   int64_t ring = -1;
 };
 
-// Tokens as right operands: groups of 16, with stride `size`.
-struct TokenGroups {
+// Tokens as right operands: tiles of 16 tokens, with stride `size`.
+struct TokenTiles {
   const at::BFloat16* data;
   int64_t size, tokens;
   int64_t count() const { return at::divup(tokens, kTile); }
-  TokenGroups subrange(int64_t group, int64_t most) const {
-    return {data + group * size, size, std::min(tokens - group * kTile, most * kTile)};
+  TokenTiles subrange(int64_t first, int64_t most) const {
+    return {data + first * size, size, std::min(tokens - first * kTile, most * kTile)};
   }
 };
 

@@ -2,79 +2,81 @@
 //
 // In a product, the results of neighbouring tokens are contiguous, so interleaving two rows of `inner` gives the layout
 // of a right operand for pass 2. `inner` is rounded to bfloat16; sums are float.
-#pragma once
 #include "cpu/experts/experts.h"
-#include "cpu/x86/weight_strips.h"
+#include "cpu/processor_ways.h"
+#include "cpu/x86/plan.h"
+#include "cpu/x86/weight_tile_rows.h"
 
 namespace moe_metal {
+namespace {
 
 static_assert(kRows == 2 * kTile && kRows == kDepth);
 
-// The slots of each expert in groups of 16, and the right operands of the groups: `inner` for all experts, and x for a
-// chunk of experts. The next chunk uses the memory again while it is in the L3 cache, so the operating system need not
+// The slots of each expert in tiles of 16, as right operands: `inner` for all experts, and x for some experts at a
+// time, a portion. The next portion uses the memory again while it is in the L3 cache, so the operating system need not
 // clear memory for x of all experts in each call.
-class TokenTiles {
+class ExpertTokens {
  public:
-  TokenTiles(const Experts& call, const Slots& slots) : call_(call), slots_(slots) {
+  ExpertTokens(const Experts& call, const Slots& slots) : call_(call), slots_(slots) {
     for (int64_t which = 0; which < slots.used(); ++which) {
       first_.push_back(first_.back() + at::divup(tokens_of(which), kTile));
     }
     const int64_t x_size = at::divup(call.H, kDepth) * kTileSize, inner_size = at::divup(call.I, kDepth) * kTileSize;
     constexpr int64_t kBytesOfThread = 4 << 20;
-    const int64_t most = at::get_num_threads() * kBytesOfThread / (2 * x_size);  // groups of a chunk
-    int64_t groups = 0;  // of the largest chunk; an expert may have more than `most`
+    const int64_t most = at::get_num_threads() * kBytesOfThread / (2 * x_size);  // tiles of a portion
+    int64_t tiles = 0;  // of the largest portion; an expert may have more than `most`
     for (int64_t which = 0; which < slots.used(); ++which) {
-      if (which > 0 && first_[which + 1] - first_[chunks_.back()] > most) chunks_.push_back(which);
-      groups = std::max(groups, first_[which + 1] - first_[chunks_.back()]);
+      if (which > 0 && first_[which + 1] - first_[portions_.back()] > most) portions_.push_back(which);
+      tiles = std::max(tiles, first_[which + 1] - first_[portions_.back()]);
     }
-    chunks_.push_back(slots.used());
-    x_ = empty({groups, x_size}, call.x.options());
+    portions_.push_back(slots.used());
+    x_ = empty({tiles, x_size}, call.x.options());
     inner_ = empty({first_.back(), inner_size}, call.x.options());
   }
 
-  // The first expert of each chunk, and the end of the last.
-  const std::vector<int64_t>& chunks() const { return chunks_; }
-  // Prepares x of a chunk, which x() returns from then on.
+  // The first expert of each portion, and the end of the last.
+  const std::vector<int64_t>& portions() const { return portions_; }
+  // Prepares x of a portion, which x() returns from then on.
   void pack(int64_t begin, int64_t end) {
     x_begin_ = first_[begin];
-    const int64_t groups = first_[end] - x_begin_;
-    parallel_work_queue(groups, [&](auto next_item) {
-      for (int64_t item = next_item(); item < groups; item = next_item()) pack_group(x_begin_ + item);
+    const int64_t tiles = first_[end] - x_begin_;
+    parallel_work_queue(tiles, [&](auto next_item) {
+      for (int64_t item = next_item(); item < tiles; item = next_item()) pack_tile(x_begin_ + item);
     });
   }
 
-  // The groups of one expert.
-  TokenGroups x(int64_t which) const { return groups(x_, first_[which] - x_begin_, which); }
-  TokenGroups inner(int64_t which) const { return groups(inner_, first_[which], which); }
-  // A group of inner, to be written.
-  at::BFloat16* inner_of(int64_t which, int64_t group) const {
-    return inner_.mutable_data_ptr<at::BFloat16>() + (first_[which] + group) * inner_.size(1);
+  // The tiles of one expert.
+  TokenTiles x(int64_t which) const { return tiles(x_, first_[which] - x_begin_, which); }
+  TokenTiles inner(int64_t which) const { return tiles(inner_, first_[which], which); }
+  // A tile of inner, to be written.
+  at::BFloat16* inner_of(int64_t which, int64_t tile) const {
+    return inner_.mutable_data_ptr<at::BFloat16>() + (first_[which] + tile) * inner_.size(1);
   }
 
  private:
   int64_t tokens_of(int64_t which) const { return slots_.begin[which + 1] - slots_.begin[which]; }
-  TokenGroups groups(const Tensor& of, int64_t first, int64_t which) const {
+  TokenTiles tiles(const Tensor& of, int64_t first, int64_t which) const {
     return {elements<at::BFloat16>(of) + first * of.size(1), of.size(1), tokens_of(which)};
   }
-  void pack_group(int64_t group) const {
-    const int64_t which = std::upper_bound(first_.begin(), first_.end(), group) - first_.begin() - 1;
-    const int64_t at = slots_.begin[which] + (group - first_[which]) * kTile;
+  void pack_tile(int64_t tile) const {
+    const int64_t which = std::upper_bound(first_.begin(), first_.end(), tile) - first_.begin() - 1;
+    const int64_t at = slots_.begin[which] + (tile - first_[which]) * kTile;
     const auto* x = elements<at::BFloat16>(call_.x);
     const auto row = [&](int64_t i) { return x + slots_.order[at + i] / call_.K * call_.H; };
-    at::BFloat16* to = x_.mutable_data_ptr<at::BFloat16>() + (group - x_begin_) * x_.size(1);
+    at::BFloat16* to = x_.mutable_data_ptr<at::BFloat16>() + (tile - x_begin_) * x_.size(1);
     pack_right(row, slots_.begin[which + 1] - at, call_.H, to);
   }
 
   const Experts& call_;
   const Slots& slots_;
-  std::vector<int64_t> first_ = {0};  // the first group of each expert, and the end of the last
-  std::vector<int64_t> chunks_ = {0};
-  int64_t x_begin_ = 0;  // the first group of x
+  std::vector<int64_t> first_ = {0};  // the first tile of each expert, and the end of the last
+  std::vector<int64_t> portions_ = {0};
+  int64_t x_begin_ = 0;  // the first tile of x
   Tensor x_, inner_;
 };
 
 // Interleaves two rows of floats as pairs of bfloat16, rounded to nearest even; NaN stays NaN.
-inline __m512i pairs(const Vec& even, const Vec& odd) {
+__m512i pairs(const Vec& even, const Vec& odd) {
   const auto rounded = [](__m512 x) {
     const __m512i bits = _mm512_castps_si512(x),
                   last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -88,28 +90,28 @@ inline __m512i pairs(const Vec& even, const Vec& odd) {
 // Pass 1 for some rows of one expert.
 class GateUpTiles {
  public:
-  GateUpTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens)
+  GateUpTiles(const Experts& call, const Slots& slots, const ExpertTokens& tokens)
       : call_(call), slots_(slots), tokens_(tokens), rows_(rows_of_item(call)), weight_(call.gate_up, rows_ / kTile) {}
 
   // The rows of gate, and of up, of a work item.
   static int64_t rows_of_item(const Experts& call) {
-    return WeightStrips::transposed(call.gate_up) ? WeightStrips::kTransposed / 2 : kRows;
+    return WeightTileRows::transposed(call.gate_up) ? WeightTileRows::kTransposed / 2 : kRows;
   }
 
   void operator()(int64_t which, int64_t first) {
     const int64_t expert = slots_.experts[which], end = std::min(first + rows_, call_.I);
-    if (WeightStrips::transposed(call_.gate_up)) read_transposed(expert, first, end - first);
+    if (WeightTileRows::transposed(call_.gate_up)) read_transposed(expert, first, end - first);
     bias_.clear();
-    int64_t strips = 0;
+    int64_t tile_rows = 0;
     for (int64_t row = first; row < end; row += kRows) {
       bias_.emplace_back(call_, expert, row, std::min(kRows, call_.I - row));
       for (int64_t half = 0; half < kRows; half += kTile) {
-        const StripRows rows = strip(which, row + half), next = after(which, row + half);
-        weight_.read(strips++, rows, next);
-        weight_.read(strips++, up_of(rows), up_of(next));
+        const StripRows rows = tile_row(which, row + half), next = after(which, row + half);
+        weight_.read(tile_rows++, rows, next);
+        weight_.read(tile_rows++, up_of(rows), up_of(next));
       }
     }
-    weight_.multiply(strips / 2, tokens_.x(which), [&](int64_t pair, int64_t g, const auto& gate, const auto& up) {
+    weight_.multiply(tile_rows / 2, tokens_.x(which), [&](int64_t pair, int64_t g, const auto& gate, const auto& up) {
       const GateUpBias& bias = bias_[pair / 2];
       const int64_t half = pair % 2 * kTile;
       activate(gate, up, bias.gate + half, bias.up + half, tokens_.inner_of(which, g) + (first + pair * kTile) * kTile);
@@ -123,13 +125,13 @@ class GateUpTiles {
     weight_.read_transposed(0, expert, first, count, 1);
     weight_.read_transposed(1, expert, first + call_.up_row_offset, count, 1);
   }
-  StripRows strip(int64_t which, int64_t row) const {
+  StripRows tile_row(int64_t which, int64_t row) const {
     return {slots_.experts[which], row * call_.row_stride, call_.row_stride,
             std::clamp<int64_t>(call_.I - row, 0, kTile)};
   }
   StripRows after(int64_t which, int64_t row) const {
-    if (row + kTile < call_.I) return strip(which, row + kTile);
-    return which + 1 < slots_.used() ? strip(which + 1, 0) : StripRows();
+    if (row + kTile < call_.I) return tile_row(which, row + kTile);
+    return which + 1 < slots_.used() ? tile_row(which + 1, 0) : StripRows();
   }
   StripRows up_of(StripRows gate) const {
     gate.first += call_.up_row_offset;
@@ -149,16 +151,16 @@ class GateUpTiles {
 
   const Experts& call_;
   const Slots& slots_;
-  const TokenTiles& tokens_;
+  const ExpertTokens& tokens_;
   const int64_t rows_;
-  WeightStrips weight_;
+  WeightTileRows weight_;
   std::vector<GateUpBias> bias_;  // of each kRows rows
 };
 
-// Pass 2 for one block of the output.
+// Pass 2 for one item of the output.
 class DownTiles {
  public:
-  DownTiles(const Experts& call, const Slots& slots, const TokenTiles& tokens, int64_t size)
+  DownTiles(const Experts& call, const Slots& slots, const ExpertTokens& tokens, int64_t size)
       : call_(call),
         slots_(slots),
         tokens_(tokens),
@@ -176,25 +178,25 @@ class DownTiles {
  private:
   void rows_of_expert(int64_t which, int64_t first, int64_t end) {
     const int64_t expert = slots_.experts[which];
-    if (WeightStrips::transposed(call_.down)) weight_.read_transposed(0, expert, first, end - first, 1);
-    int64_t strips = 0;
+    if (WeightTileRows::transposed(call_.down)) weight_.read_transposed(0, expert, first, end - first, 1);
+    int64_t tile_rows = 0;
     for (int64_t row = first; row < end; row += kRows) {
       for (int64_t half = 0; half < kRows; half += kTile) {
-        const StripRows next = row + kRows < end           ? strip(which, row + kRows + half)
-                               : which + 1 < slots_.used() ? strip(which + 1, first + half)
+        const StripRows next = row + kRows < end           ? tile_row(which, row + kRows + half)
+                               : which + 1 < slots_.used() ? tile_row(which + 1, first + half)
                                                            : StripRows();
-        weight_.read(strips++, strip(which, row + half), next);
+        weight_.read(tile_rows++, tile_row(which, row + half), next);
       }
     }
     const int64_t begin = slots_.begin[which], tokens = slots_.begin[which + 1] - begin;
-    weight_.multiply(strips / 2, tokens_.inner(which),
+    weight_.multiply(tile_rows / 2, tokens_.inner(which),
                      [&](int64_t pair, int64_t g, const auto& upper, const auto& lower) {
                        output_.expect(expert, first + pair * kRows);
                        add(upper, lower, slots_.order.data() + begin + g * kTile, std::min(kTile, tokens - g * kTile));
                      });
   }
 
-  StripRows strip(int64_t which, int64_t row) const {
+  StripRows tile_row(int64_t which, int64_t row) const {
     return {slots_.experts[which], row, 1, std::clamp<int64_t>(call_.H - row, 0, kTile)};
   }
 
@@ -207,32 +209,39 @@ class DownTiles {
 
   const Experts& call_;
   const Slots& slots_;
-  const TokenTiles& tokens_;
+  const ExpertTokens& tokens_;
   const int64_t size_;
-  WeightStrips weight_;
-  OutputBlock<at::BFloat16> output_;
+  WeightTileRows weight_;
+  OutputItem<at::BFloat16> output_;
 };
 
-inline void experts_by_tiles(const Experts& call, const Slots& slots) {
-  TokenTiles tokens(call, slots);
-  const int64_t rows = GateUpTiles::rows_of_item(call), blocks = at::divup(call.I, rows);
-  for (size_t chunk = 0; chunk + 1 < tokens.chunks().size(); ++chunk) {
-    const int64_t begin = tokens.chunks()[chunk], end = tokens.chunks()[chunk + 1], items = (end - begin) * blocks;
+bool experts_by_tiles(const Experts& call, const Slots& slots) {
+  const bool fit = experts_fit_tiles(call, static_cast<int64_t>(slots.order.size()), slots.used());
+  if (!fit || !inner_may_be_rounded(call)) return false;
+  ExpertTokens tokens(call, slots);
+  const int64_t rows = GateUpTiles::rows_of_item(call), of_expert = at::divup(call.I, rows);
+  for (size_t portion = 0; portion + 1 < tokens.portions().size(); ++portion) {
+    const int64_t begin = tokens.portions()[portion], end = tokens.portions()[portion + 1],
+                  items = (end - begin) * of_expert;
     tokens.pack(begin, end);
     parallel_work_queue(items, [&](auto next_item) {
       const TileShapes shapes;
       GateUpTiles work(call, slots, tokens);
       for (int64_t item = next_item(); item < items; item = next_item()) {
-        work(begin + item / blocks, item % blocks * rows);
+        work(begin + item / of_expert, item % of_expert * rows);
       }
     });
   }
-  const int64_t size = output_block(call), outputs = at::divup(call.H, size);
+  const int64_t size = output_columns(call), outputs = at::divup(call.H, size);
   parallel_work_queue(outputs, [&](auto next_item) {
     const TileShapes shapes;
     DownTiles work(call, slots, tokens, size);
     for (int64_t item = next_item(); item < outputs; item = next_item()) work(item * size);
   });
+  return true;
 }
 
+[[maybe_unused]] const bool kOffered = (processor_ways().experts = experts_by_tiles, true);
+
+}  // namespace
 }  // namespace moe_metal

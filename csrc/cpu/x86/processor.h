@@ -1,50 +1,13 @@
-// The instructions that the kernels may use. Every condition on a processor is here.
-//
-// MOE_METAL_HAS_*  This library is compiled for processors that all have these instructions.
-// *_available()    Only some of these processors have the instructions; detected at run time. Functions that use them
-//                  are marked with the macro of the same name, so that the compiler can use them, too.
+// The instructions that only some processors with AVX-512 have, detected at run time. Functions that use them are
+// marked with the macro of the same name, so that the compiler can use them, too.
 #pragma once
-#include <cstdint>
-
-#if defined(CPU_CAPABILITY_AVX512)
-#define MOE_METAL_HAS_AVX512
-#endif
-#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-#define MOE_METAL_HAS_AVX2
-#endif
-#if defined(__aarch64__)
-#define MOE_METAL_HAS_NEON
-#endif
-#if defined(__ARM_FEATURE_DOTPROD)  // defined on every Mac: the M1 is the default target of Apple's compiler
-#define MOE_METAL_HAS_DOTPROD
-#endif
-
-#ifdef MOE_METAL_HAS_AVX512  // Linux only: we compile for no other system with these processors
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 namespace moe_metal {
 
-#if defined(MOE_METAL_HAS_AVX512) || defined(MOE_METAL_HAS_NEON)
-constexpr int kVectorRegisters = 32;
-#else
-constexpr int kVectorRegisters = 16;
-#endif
-// Whether products unpack rows in registers. NEON's vectors are too short for that, and at::vec's vectors without AVX2
-// are arrays in memory.
-#ifdef MOE_METAL_HAS_AVX2
-constexpr bool kUnpacksInRegisters = true;
-#else
-constexpr bool kUnpacksInRegisters = false;
-#endif
-constexpr int64_t kLine = 64;    // bytes of a cache line
-constexpr int64_t kPage = 4096;  // bytes of a page of memory, at least
-#define MOE_METAL_UNROLL _Pragma("GCC unroll 16")
-
-#ifdef MOE_METAL_HAS_AVX512
 inline bool vbmi_available() {
   static const bool available = __builtin_cpu_supports("avx512vbmi");
   return available;
@@ -83,6 +46,5 @@ inline bool amx_available() {
   }();
   return available;
 }
-#endif
 
 }  // namespace moe_metal
