@@ -28,7 +28,7 @@ class Fused(nn.Module):
     record: Record  # what is special about its class
     original: type  # the class that this module had before
     homes: tuple[str, ...]  # the Python modules with the classes of its unmodified parts
-    more_homes: tuple[str, ...] = ()  # those of them that do not contain the original class or nn.Linear
+    more_homes: tuple[str, ...] = ()  # in addition to those of the original class and of nn.Linear
     selected: bool  # whether its configuration selected our experts when it was fused; if not, it is not checked later
 
     def extra_repr(self) -> str:
