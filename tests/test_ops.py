@@ -42,25 +42,6 @@ def test_equals_the_reference(device: str, case: Case, roundings: float = 1):
             assert torch.equal(bits(tensor), before[name]), f"{name} has changed"
 
 
-@pytest.mark.skipif("cpu" not in DEVICES, reason="only the CPU has several instruction sets")
-def test_samples_on_the_default_instruction_set():
-    """All other tests use the machine's best instruction set. This one finds errors that only others have."""
-    command = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "not slow",
-        "-k",
-        "equals_the_reference and sample",
-        __file__,
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "MOE_METAL_DEVICES": "cpu"}
-    done = subprocess.run((*command, "-p", "no:cacheprovider"), env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]  # 5 if no test was selected
-
-
 @pytest.mark.cases(PER_TOKEN)
 def test_leading_dimensions(case: Case, device: str):
     args = case.arguments()

@@ -29,7 +29,7 @@ import fuzz  # noqa: E402
 
 SANITIZERS = "address,shift,signed-integer-overflow,integer-divide-by-zero,bounds,float-cast-overflow,bool,enum"
 SANITIZERS += ",unreachable,return"
-TESTS = ["test_ops.py", "test_routing_properties.py"]
+TESTS = ["test_ops.py", "test_bad_input.py", "test_pytorch_rules.py", "test_routing_properties.py"]
 # Compiling graphs and differentiation runs PyTorch's code for minutes, and none of ours that other tests do not run.
 LEFT_OUT = "not compile and not opcheck and not transforms and not vmap"
 # Requests that exceed memory fail, as they must, but this sanitizer prints a warning.
