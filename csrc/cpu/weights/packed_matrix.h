@@ -32,17 +32,11 @@ struct PackedMatrix : ScaledRows {
       if constexpr (std::is_same_v<Count, Whole>) return values;
       return Vec::set(Vec(0), values, count);
     }
-    // The values of several vectors of columns, in the order of the reader's load_permuted().
-    [[gnu::always_inline]] void load_permuted(int64_t r, int64_t column, Vec (&to)[kAtOnce]) const {
-      Read::load_permuted(data + r * all.row, column, to);
+    // The values of 16 columns, which have one scale.
+    [[gnu::always_inline]] void sixteen(int64_t r, int64_t column, Sixteen& to) const {
+      Read::floats(data + r * all.row, column, to);
       const int64_t group = r * all.groups + (column >> all.shift);
-      const Vec scale = of_span(scales + group) * Vec(Read::kUnit);
-      MOE_METAL_UNROLL for (Vec& vec : to) {
-        if constexpr (Read::kOffset)
-          vec = at::vec::fmadd(vec, scale, of_span(offsets + group));
-        else
-          vec = (vec - Vec(Read::kMiddle)) * scale;
-      }
+      scaled(to, Vec(scales[group]), Vec(Read::kOffset ? offsets[group] : 0));
     }
     // See Matrix::RowBlock. Each half of the columns must have one scale.
     int64_t transposed_columns() const {
@@ -82,18 +76,12 @@ struct PackedMatrix : ScaledRows {
   int64_t row_bytes() const { return row; }
   static constexpr int64_t bytes(int64_t columns) { return columns * Read::kBytes / Read::kColumns; }
 
-  // Whether Panel uses load_permuted(). With AVX-512 it gains nothing.
-  bool loads_permuted() const {
-    return kUnpacksInRegisters && kLanes == 8 && int64_t{1} << shift >= kAtOnce * kLanes / kSpan;
-  }
-  // The columns of the lanes of load_permuted().
-  std::array<int32_t, kAtOnce * kLanes> permuted_columns() const {
-    Vec x[kAtOnce];
-    for (int v = 0; v < kAtOnce; ++v) x[v] = Vec::arange(v * kLanes, 1);
-    Read::permute_like_load(x);
-    std::array<int32_t, kAtOnce * kLanes> columns;
-    for (int v = 0; v < kAtOnce; ++v) at::vec::convert_to_int_of_same_size(x[v]).store(&columns[v * kLanes]);
-    return columns;
+  // The values of 16 codes.
+  [[gnu::always_inline]] static void scaled(Sixteen& codes, const Vec& scale, const Vec& offset) {
+    for (Vec& code : codes) {
+      if constexpr (Read::kUnit != 1) code = code * Vec(Read::kUnit);
+      code = Read::kOffset ? at::vec::fmadd(code, scale, offset) : code * scale;
+    }
   }
 };
 

@@ -34,18 +34,16 @@ class UnpackedProduct {
       for (; column + kSixteen <= end; column += kSixteen) {
         Sixteen numbers;
         Read::floats(row, column, numbers);
-        scaled(numbers, scale, offset, to + column);
+        rows.scaled(numbers, scale, offset);
+        store_sixteen(numbers, to + column);
       }
       if (column < end) last_of_a_row(row + column, end - column, scale, to + column);
     }
   }
 
  private:
-  [[gnu::always_inline]] static void scaled(const Sixteen& codes, const Vec& scale, const Vec& offset, float* to) {
-    unrolled<kSixteen / kLanes>([&](auto v) {
-      const Vec code = Read::kUnit == 1 ? codes[v] : codes[v] * Vec(Read::kUnit);
-      store(to + v * kLanes, Read::kOffset ? at::vec::fmadd(code, scale, offset) : code * scale, Whole());
-    });
+  [[gnu::always_inline]] static void store_sixteen(const Sixteen& values, float* to) {
+    unrolled<kSixteen / kLanes>([&](auto v) { store(to + v * kLanes, values[v], Whole()); });
   }
   // Fewer than 16 columns. They only occur in formats with one byte per number.
   static void last_of_a_row(const uint8_t* from, int64_t count, const Vec& scale, float* to) {
@@ -54,7 +52,8 @@ class UnpackedProduct {
     Sixteen numbers;
     Read::floats(bytes, 0, numbers);
     float values[kSixteen];
-    scaled(numbers, scale, Vec(0), values);
+    PackedMatrix<Read>::scaled(numbers, scale, Vec(0));
+    store_sixteen(numbers, values);
     std::copy_n(values, count, to);
   }
 
