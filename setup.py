@@ -104,7 +104,8 @@ def extensions() -> list[CppExtension]:
     for isa, options in CPU_ISAS.items():
         capability, *march = options.split()
         macros = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
-        cpu.append(extension(f"_cpu_{isa}", sources("cpu/**/*.cpp"), macros + march + flags, link))
+        files = [file for file in sources("cpu/**/*.cpp") if isa == "avx512" or "/x86/" not in file]
+        cpu.append(extension(f"_cpu_{isa}", files, macros + march + flags, link))
     return [extension("_C", main, flags, link + frameworks), *cpu]
 
 

@@ -1,6 +1,4 @@
 // Selects what x86 adds for a format, and offers it to the portable code.
-#include "cpu/processor.h"
-#ifdef MOE_METAL_HAS_AVX512
 #include "cpu/processor_ways.h"
 #include "cpu/x86/formats/codes.h"
 #include "cpu/x86/formats/ggml_32.h"
@@ -71,4 +69,3 @@ std::unique_ptr<PreparedTokens> tokens_for_any(const Weight& weight, const Tenso
 std::unique_ptr<PackedStrip> strip_of(const Weight& weight) { return x86::ways_of(weight).strip(weight); }
 
 }  // namespace moe_metal
-#endif

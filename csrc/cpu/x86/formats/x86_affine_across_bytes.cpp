@@ -1,6 +1,4 @@
 // What x86 adds for widths that do not divide a byte.
-#include "cpu/processor.h"
-#ifdef MOE_METAL_HAS_AVX512
 #include "cpu/x86/formats/codes.h"
 #include "cpu/x86/packed_rows.h"
 
@@ -11,4 +9,3 @@ MOE_METAL_X86_ROWS_OF(Affine<5>)
 MOE_METAL_X86_ROWS_OF(Affine<6>)
 
 }  // namespace moe_metal::x86
-#endif

@@ -1,6 +1,4 @@
 // What x86 adds for GGML's blocks of 32 columns.
-#include "cpu/processor.h"
-#ifdef MOE_METAL_HAS_AVX512
 #include "cpu/x86/formats/ggml_32.h"
 #include "cpu/x86/packed_rows.h"
 
@@ -12,4 +10,3 @@ MOE_METAL_X86_ROWS_OF(Blocks<Q5_0>)
 MOE_METAL_X86_ROWS_OF(Blocks<Q5_1>)
 
 }  // namespace moe_metal::x86
-#endif

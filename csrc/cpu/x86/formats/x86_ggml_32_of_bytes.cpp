@@ -1,6 +1,4 @@
 // What x86 adds for GGML's blocks of 32 columns whose codes are bytes, or are looked up as bytes.
-#include "cpu/processor.h"
-#ifdef MOE_METAL_HAS_AVX512
 #include "cpu/x86/formats/ggml_32.h"
 #include "cpu/x86/packed_rows.h"
 
@@ -11,4 +9,3 @@ MOE_METAL_X86_ROWS_OF(Blocks<Iq4Nl>)
 MOE_METAL_X86_ROWS_OF(Blocks<GgmlMxfp4>)
 
 }  // namespace moe_metal::x86
-#endif

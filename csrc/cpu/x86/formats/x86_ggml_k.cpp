@@ -1,6 +1,4 @@
 // What x86 adds for GGML's blocks of 256 columns in groups of 32.
-#include "cpu/processor.h"
-#ifdef MOE_METAL_HAS_AVX512
 #include "cpu/x86/formats/ggml_k.h"
 #include "cpu/x86/packed_rows.h"
 
@@ -11,4 +9,3 @@ MOE_METAL_X86_ROWS_OF(Blocks<Q5_K>)
 MOE_METAL_X86_ROWS_OF(Blocks<Iq4Xs>)
 
 }  // namespace moe_metal::x86
-#endif
