@@ -205,6 +205,12 @@ template <int N, bool has_offset>
   }
 }
 
+// For formats that have none.
+struct NoPanels {
+  static std::unique_ptr<PreparedTokens> prepare(const Weight&, const Tensor&) { return nullptr; }
+  void operator()(const ScaledRows&, const Tokens&) {}
+};
+
 template <class Numbers>
 class IntegerPanels {
   static constexpr int64_t kColumns = TokenChunk::kColumns, kPanelRows = CodePanel::kPanelRows;

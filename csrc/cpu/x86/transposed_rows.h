@@ -3,7 +3,7 @@
 #include <array>
 #include <vector>
 
-#include "cpu/weights/weight_rows.h"
+#include "cpu/x86/packed_strip.h"
 #include "cpu/x86/tiles.h"
 
 namespace moe_metal {
