@@ -56,16 +56,18 @@ FAULTS = [
           NOT_FINITE),
     Fault("nibble_swapped_in_tiles", "x86/formats/codes.h", "slli_epi32(bytes, 12)", "slli_epi32(bytes, 16)",
           REFERENCE),
-    Fault("first_group_in_tiles", "x86/packed_strips.h", " + (column >> shift_)", "", NUMBERS),
-    Fault("two_blocks_late", "x86/packed_strips.h", "start(block + 2)", "start(block)", NUMBERS),
-    Fault("half_of_the_only_tile", "x86/packed_strips.h", "multiply_by_vectors<1, false, Ahead>",
+    Fault("first_group_in_tiles", "x86/packed_tile_rows.h", " + (column >> shift_)", "", NUMBERS),
+    Fault("two_blocks_late", "x86/packed_tile_rows.h", "start(block + 2)", "start(block)", NUMBERS),
+    Fault("half_of_the_only_tile", "x86/packed_tile_rows.h", "multiply_by_vectors<1, false, Ahead>",
           "multiply_by_vectors<0, true, Ahead>", NUMBERS),
-    Fault("half_a_tile_forgotten", "x86/packed_strips.h", "multiply_by_vectors<1, true, Ahead>",
+    Fault("half_a_tile_forgotten", "x86/packed_tile_rows.h", "multiply_by_vectors<1, true, Ahead>",
           "multiply_by_vectors<1, false, Ahead>", NUMBERS),
-    Fault("scale_of_the_first_block_in_tiles", "x86/packed_strips.h", "column_ + n * kDepth", "column_", GGUF_LINEAR),
+    Fault("scale_of_the_first_block_in_tiles", "x86/packed_tile_rows.h", "column_ + n * kDepth", "column_",
+          GGUF_LINEAR),
     Fault("scale_as_offset_in_tiles", "x86/formats/ggml_32.h", "offset = both[1]", "offset = both[0]", GGUF_LINEAR),
     Fault("first_tokens_in_half_a_tile", "x86/avx512_bf16.h", "here + G * size, sizeof", "here, sizeof", NUMBERS),
-    Fault("short_ring_for_many_tokens", "x86/weight_strips.h", "tiles.ring = more ?", "tiles.ring = false ?", NUMBERS),
+    Fault("short_ring_for_many_tokens", "x86/weight_tile_rows.h", "tiles.ring = more ?", "tiles.ring = false ?",
+          NUMBERS),
     Fault("scales_of_one_row_for_16", "x86/rounded.h", "!= 0) return false;", "!= 0) break;", REFERENCE),
     Fault("scales_beyond_normal_numbers", "x86/rounded.h", "return least > kRange && most < 2 * kOne - kRange;",
           "return true;", MXFP8),
@@ -116,26 +118,26 @@ FAULTS = [
     Fault("tokens_without_digits_are_nan", "x86/packed_rows.h", "if (!all_finite(tokens.out[n], rows.count)) portable_",
           "if (false) portable_", MANY_UNUSED),
     Fault("rows_beyond_the_last_in_panels", "x86/integer_panels.h", "if (row >= rows.rows) break;", "", WALL),
-    Fault("columns_begin_anew", "gate/gate_vectors.h", "b > 0", "false", REFERENCE),
+    Fault("columns_begin_anew", "x86/gate_tiles.cpp", "b > 0", "false", REFERENCE),
     Fault("pair_swapped_in_vectors", "x86/avx512_bf16.h", "r * row + k, sizeof", "r * row + (k ^ 2), sizeof",
           REFERENCE),
     Fault("experts_over_the_first", "x86/tiles.h", "c + g, add, Nothing()", "c, add, Nothing()", REFERENCE),
-    Fault("tokens_of_the_first_chunk", "experts/experts_tiles.h", "x_begin_ = first_[begin];",
+    Fault("tokens_of_the_first_chunk", "x86/experts_tiles.cpp", "x_begin_ = first_[begin];",
           "x_begin_ = first_[begin];\n    if (begin > 0) return;", REFERENCE),
-    Fault("rows_of_the_first_pair", "x86/weight_strips.h", "&strips_.tiles[2 * p], some", "&strips_.tiles[0], some",
-          SAME_BITS),
+    Fault("rows_of_the_first_pair", "x86/weight_tile_rows.h", "&tile_rows_.tiles[2 * p], some",
+          "&tile_rows_.tiles[0], some", SAME_BITS),
     Fault("first_rows_of_transposed_pairs", "x86/transposed_rows.h", "words[i / 32][i % 32]", "words[0][i % 32]",
           REFERENCE),
     Fault("up_rows_of_gate", "x86/transposed_rows.h", "* 2 + row % 2", "* 2", REFERENCE),
-    Fault("short_ring_on_amx", "x86/weight_strips.h", ": 2 * kAtOnce - 1;\n      at", ": kAtOnce - 1;\n      at",
+    Fault("short_ring_on_amx", "x86/weight_tile_rows.h", ": 2 * kAtOnce - 1;\n      at", ": kAtOnce - 1;\n      at",
           REFERENCE, amx=True),
-    Fault("upper_strip_twice_on_amx", "x86/amx_bf16.h", "(7, lower.data + (b & lower.ring) * lower.block, lower.row",
-          "(7, upper.data + (b & upper.ring) * upper.block, upper.row", REFERENCE, amx=True),
-    Fault("first_tokens_twice_on_amx", "x86/tiles.h", "multiply_two_by_two<Nothing>, 2,",
-          "multiply_two_by_two<Nothing>, 0,", NUMBERS, amx=True),
+    Fault("upper_strip_twice_on_amx", "x86/amx_bf16.h", "(6, lower.data + (b & lower.ring) * lower.chunk, lower.row",
+          "(6, upper.data + (b & upper.ring) * upper.chunk, upper.row", REFERENCE, amx=True),
+    Fault("first_tokens_twice_on_amx", "x86/tiles.h", "multiply_two<2, Nothing>, 2,",
+          "multiply_two<2, Nothing>, 0,", NUMBERS, amx=True),
 ]  # fmt: skip
 
-TILES = "return amx_available() || bfloat16_is_fast();"  # the rule of plan.h
+TILES = "return amx_available() || bfloat16_is_fast();"  # the rule of x86/plan.h
 
 
 def copied_sources(
@@ -145,50 +147,50 @@ def copied_sources(
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources)
     fast = "inline bool bfloat16_is_fast() {\n"
-    changed(sources / "cpu" / "processor.h", fast, f"{fast}  return {str(fast_bfloat16).lower()};\n")
-    changed(sources / "cpu" / "plan.h", TILES, f"return {tiles};")
+    changed(sources / "cpu" / "x86" / "processor.h", fast, f"{fast}  return {str(fast_bfloat16).lower()};\n")
+    changed(sources / "cpu" / "x86" / "plan.h", TILES, f"return {tiles};")
     if emulate_amx:
         emulation = f'#include <immintrin.h>\n#include "{ROOT}/tests/emulated_amx.h"'
-        changed(sources / "cpu" / "processor.h", "#include <immintrin.h>", emulation)
+        changed(sources / "cpu" / "x86" / "processor.h", "#include <immintrin.h>", emulation)
     available = "inline bool amx_available() {\n"
-    changed(sources / "cpu" / "processor.h", available, f"{available}  return {str(emulate_amx).lower()};\n")
+    changed(sources / "cpu" / "x86" / "processor.h", available, f"{available}  return {str(emulate_amx).lower()};\n")
     return sources
 
 
 # The files that choose tiles of bfloat16. On an Intel the built ones choose AMX's, or none.
-CHOOSE_TILES = {"experts", "linear"} if "GenuineIntel" in PROCESSOR else set()
+CHOOSE_TILES = {"experts_tiles", "linear_tiles"} if "GenuineIntel" in PROCESSOR else set()
 # Panels of integers are for processors without tiles.
 OF_PANELS = {fault for fault in FAULTS if fault.file in ("x86/integer_panels.h", "x86/packed_rows.h")}
 # Tiles of bfloat16 need AVX512-BF16, and so do all tests with emulated AMX.
 HAS_BFLOAT16 = "avx512_bf16" in PROCESSOR
-BFLOAT16 = ("packed_strips", "avx512_bf16", "weight_strips", "rounded", "tiles", "transposed_rows", "bfloat16_dots",
-            "e4m3_dots", "gate_vectors", "experts_tiles")  # fmt: skip
+BFLOAT16 = ("packed_tile_rows", "avx512_bf16", "weight_tile_rows", "rounded", "tiles", "transposed_rows",
+            "bfloat16_dots", "e4m3_dots", "gate_tiles", "experts_tiles")  # fmt: skip
 OF_BFLOAT16 = {
     fault for fault in FAULTS if fault.amx or Path(fault.file).stem in BFLOAT16 or fault.name.endswith("in_tiles")
 }
 for_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="needs a processor with AVX512-BF16")
 # The files with AMX instructions.
-OF_AMX = {"experts", "gate", "linear"}
+OF_AMX = {"experts_tiles", "gate_tiles", "linear_tiles"}
 
 
 def reached_by(fault: Fault) -> set[str]:
     """The files to compile again: those of the formats in which the fault's test detects it."""
-    if fault.file.startswith("gate/") or fault.name == "experts_over_the_first":
-        return {"gate"}
+    if fault.file == "x86/gate_tiles.cpp" or fault.name == "experts_over_the_first":
+        return {"gate_tiles"}
     if fault.name == "shifts_of_the_first_four":
         return {"x86_affine_across_bytes"}
     if fault.amx:
         return OF_AMX
     if fault in OF_PANELS:
-        return {"x86_affine", "linear"}
-    if fault.file == "x86/weight_strips.h":
-        return {"linear"}
-    of_experts = ("x86/avx512_bf16.h", "x86/tiles.h", "x86/transposed_rows.h", "experts/experts_tiles.h")
+        return {"x86_affine", "linear_tiles"}
+    if fault.file == "x86/weight_tile_rows.h":
+        return {"linear_tiles"}
+    of_experts = ("x86/avx512_bf16.h", "x86/tiles.h", "x86/transposed_rows.h", "x86/experts_tiles.cpp")
     if fault.test == REFERENCE and fault.file in of_experts:
-        return {"experts"}
+        return {"experts_tiles"}
     if fault.test == GGUF_LINEAR and fault.file == "x86/rounded.h":
         return {"x86_ggml_k_of_16"}  # a scale for each half of 32 columns
-    if fault.test == GGUF_LINEAR and fault.file == "x86/packed_strips.h":
+    if fault.test == GGUF_LINEAR and fault.file == "x86/packed_tile_rows.h":
         return {"x86_ggml_32"}  # a scale in each block of 32 columns
     if fault.test == GGUF_LINEAR and fault.file in ("x86/vnni.h", "x86/bfloat16_dots.h"):
         return {"x86_ggml_k"}  # formats that read scales and offsets from their blocks
@@ -233,7 +235,7 @@ def test_tiles_on_emulated_amx(tmp_path: Path):
 def test_products_of_other_processors(tmp_path: Path):
     """On AMD's processors those of an Intel without AMX: integers. On Intel's those of AMD's: bfloat16."""
     amd = "AuthenticAMD" in PROCESSOR
-    reached = {"x86_affine", "x86_affine_across_bytes", "x86_floats", "x86_ggml_k", "experts", "linear"}
+    reached = {"x86_affine", "x86_affine_across_bytes", "x86_floats", "x86_ggml_k", "experts_tiles", "linear_tiles"}
     made = library(copied_sources(tmp_path, False, not amd, tiles=TILES[7:-1]), reached, tmp_path)
     chosen = "few_tokens or many_tokens or small_scale or linear_equals"
     done = run_tests(made, tmp_path, "test_quantized.py", "test_ggml.py", "-k", chosen)

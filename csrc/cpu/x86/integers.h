@@ -4,6 +4,7 @@
 
 #include "cpu/vector/bytes.h"
 #include "cpu/weights/scaled_rows.h"
+#include "cpu/x86/processor.h"
 
 namespace moe_metal {
 

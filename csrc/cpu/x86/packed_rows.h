@@ -1,8 +1,8 @@
 // Rows of packed weights on processors with AVX-512, in addition to weights/packed_rows.h.
 #pragma once
-#include "cpu/plan.h"
 #include "cpu/weights/packed_view.h"
-#include "cpu/x86/packed_strips.h"
+#include "cpu/x86/packed_tile_rows.h"
+#include "cpu/x86/plan.h"
 #include "cpu/x86/rows.h"
 
 namespace moe_metal::x86 {
@@ -77,17 +77,17 @@ std::unique_ptr<WeightRows> rows(const Weight& weight) {
   return Read::Dots::available() ? std::make_unique<PackedRows<Read>>(weight) : nullptr;
 }
 template <class Read>
-std::unique_ptr<PackedStrip> strip(const Weight& weight) {
-  return make_packed_strip<Read>(weight);
+std::unique_ptr<PackedTileRow> tile_row(const Weight& weight) {
+  return make_packed_tile_row<Read>(weight);
 }
 template <class Read>
 std::unique_ptr<PreparedTokens> tokens(const Weight& weight, const Tensor& x) {
   return Read::Panels::prepare(weight, x);
 }
 
-#define MOE_METAL_X86_ROWS_OF(Read)                                 \
-  template std::unique_ptr<WeightRows> rows<Read>(const Weight&);   \
-  template std::unique_ptr<PackedStrip> strip<Read>(const Weight&); \
+#define MOE_METAL_X86_ROWS_OF(Read)                                      \
+  template std::unique_ptr<WeightRows> rows<Read>(const Weight&);        \
+  template std::unique_ptr<PackedTileRow> tile_row<Read>(const Weight&); \
   template std::unique_ptr<PreparedTokens> tokens<Read>(const Weight&, const Tensor&);
 
 }  // namespace moe_metal::x86

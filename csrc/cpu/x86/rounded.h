@@ -129,7 +129,7 @@ class Rounded<x86::E4m3Groups> {
   std::vector<uint32_t> exponents_;  // of the scales, in the place of a bfloat16's, twice
 };
 
-// fp8: a table of scaled magnitudes for each 128 columns. 128 rows share them, so most strips find theirs prepared.
+// fp8: a table of scaled magnitudes for each 128 columns. 128 rows share them, so most tile rows find theirs prepared.
 template <>
 class Rounded<x86::E4m3Blocks> {
  public:

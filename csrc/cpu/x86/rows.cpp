@@ -1,9 +1,9 @@
 // Selects what x86 adds for a format, and offers it to the portable code.
+#include "cpu/x86/rows.h"
 #include "cpu/processor_ways.h"
 #include "cpu/x86/formats/codes.h"
 #include "cpu/x86/formats/ggml_32.h"
 #include "cpu/x86/formats/ggml_k.h"
-#include "cpu/x86/rows.h"
 
 namespace moe_metal {
 namespace x86 {
@@ -12,12 +12,12 @@ namespace {
 struct Ways {
   std::string_view format;
   std::unique_ptr<WeightRows> (*rows)(const Weight&) = nullptr;
-  std::unique_ptr<PackedStrip> (*strip)(const Weight&) = nullptr;
+  std::unique_ptr<PackedTileRow> (*tile_row)(const Weight&) = nullptr;
   std::unique_ptr<PreparedTokens> (*tokens)(const Weight&, const Tensor&) = nullptr;
 };
 template <class Read>
 constexpr Ways ways_of(std::string_view format) {
-  return {format, rows<Read>, strip<Read>, tokens<Read>};
+  return {format, rows<Read>, tile_row<Read>, tokens<Read>};
 }
 constexpr Ways kWays[] = {
     {"dense"},
@@ -66,6 +66,6 @@ std::unique_ptr<PreparedTokens> tokens_for_any(const Weight& weight, const Tenso
 }  // namespace
 }  // namespace x86
 
-std::unique_ptr<PackedStrip> strip_of(const Weight& weight) { return x86::ways_of(weight).strip(weight); }
+std::unique_ptr<PackedTileRow> tile_row_of(const Weight& weight) { return x86::ways_of(weight).tile_row(weight); }
 
 }  // namespace moe_metal

@@ -2,7 +2,7 @@
 // x86/formats/*.cpp.
 #pragma once
 #include "cpu/weights/weight_rows.h"
-#include "cpu/x86/packed_strip.h"
+#include "cpu/x86/packed_tile_row.h"
 
 namespace moe_metal::x86 {
 
@@ -10,7 +10,7 @@ namespace moe_metal::x86 {
 template <class Read>
 std::unique_ptr<WeightRows> rows(const Weight& weight);
 template <class Read>
-std::unique_ptr<PackedStrip> strip(const Weight& weight);
+std::unique_ptr<PackedTileRow> tile_row(const Weight& weight);
 // Tokens for IntegerPanels. Returns null if there are faster products.
 template <class Read>
 std::unique_ptr<PreparedTokens> tokens(const Weight& weight, const Tensor& x);

@@ -1,7 +1,7 @@
-// Strips of packed rows as tiles of bfloat16.
+// Tile rows of packed rows as tiles of bfloat16.
 #pragma once
 #include "cpu/weights/packed_view.h"
-#include "cpu/x86/packed_strip.h"
+#include "cpu/x86/packed_tile_row.h"
 #include "cpu/x86/rounded.h"
 
 namespace moe_metal {
@@ -11,19 +11,19 @@ constexpr int64_t kTwoBlocks = 2 * kDepth;  // columns that are converted togeth
 
 // Group columns share a scale, or more if it is kTwoBlocks.
 template <class Read, int Group>
-class PackedStripOf final : public PackedStrip {
+class PackedTileRowOf final : public PackedTileRow {
  public:
-  explicit PackedStripOf(const Weight& weight) : rows_(weight) {}
+  explicit PackedTileRowOf(const Weight& weight) : rows_(weight) {}
 
-  void start(const StripRows& strip, const StripRows& next) override {
-    const RowRange rows = {strip.expert, strip.first, strip.count > 0 ? strip.span() : 0};
+  void start(const TileRowRange& tile_row, const TileRowRange& next) override {
+    const RowRange rows = {tile_row.expert, tile_row.first, tile_row.count > 0 ? tile_row.span() : 0};
     next_ = rows_.prefetched(rows, {next.expert, next.first, next.count > 0 ? next.span() : 0});
     matrix_ = &rows_.without_scales(rows, 0, rows.count, next_);
-    strip_ = strip;
-    row_ = strip.step * matrix_->row;
-    groups_ = strip.step * matrix_->groups;
+    tile_row_ = tile_row;
+    row_ = tile_row.step * matrix_->row;
+    groups_ = tile_row.step * matrix_->groups;
     contiguous_ = row_ == matrix_->bytes(matrix_->columns);
-    whole_ = strip.count == kTile && std::min(rows_.weight().group, kTwoBlocks) == Group;
+    whole_ = tile_row.count == kTile && std::min(rows_.weight().group, kTwoBlocks) == Group;
     if (whole_ && kScaleOfBlock) return;
     rows_.with_scales(rows, 0);
     whole_ = whole_ && rounded_.prepare(matrix_->scales, kTile, groups_, matrix_->groups);
@@ -36,25 +36,25 @@ class PackedStripOf final : public PackedStrip {
     }
     if (first < end) pack_part(first, end, to);
   }
-  bool multiply(const WeightTiles& to, const TokenGroups& groups, float (*c)[kTile][kTile]) override {
+  bool multiply(const WeightTiles& to, const TokenTiles& groups, float (*c)[kTile][kTile]) override {
     if (!whole_ || matrix_->columns % kTwoBlocks != 0) return false;
     multiply_ahead(to, groups, c);
     return true;
   }
 
  private:
-  // Whether scales are read with the codes, which are in the same cache lines. Reading all scales of a strip first
+  // Whether scales are read with the codes, which are in the same cache lines. Reading all scales of a tile row first
   // takes a pass over its memory: q8_0 takes 0.95 to 0.98 of the time without it (Zen 4, 128 and 512 tokens of 128
   // experts).
   static constexpr bool kScaleOfBlock = requires(float& scale) { Read::scale_of_block(nullptr, scale, scale); };
 
-  // Converts N blocks of a row after the other. The next strip is prefetched in address order, independent of the rows
-  // being converted: on a Sapphire Rapids that is 8 to 10 % faster than row by row. Each line is prefetched twice:
+  // Converts N blocks of a row after the other. The next tile row is prefetched in address order, independent of the
+  // rows being converted: on a Sapphire Rapids that is 8 to 10 % faster than row by row. Each line is prefetched twice:
   // with mxfp8 on a Zen 4, experts of 32 tokens take 0.95 of the time of once.
   template <int N>
   class Converted {
    public:
-    explicit Converted(PackedStripOf& strip) : all_(strip) {}
+    explicit Converted(PackedTileRowOf& tile_row) : all_(tile_row) {}
 
     // Goes to a row, at a column.
     [[gnu::always_inline]] void start(int64_t row, int64_t column, at::BFloat16* to) {
@@ -83,7 +83,7 @@ class PackedStripOf final : public PackedStrip {
 
    private:
     static constexpr int64_t kBytes = PackedMatrix<Read>::bytes(N * kDepth);
-    PackedStripOf& all_;
+    PackedTileRowOf& all_;
     // Copies, which cannot alias what row() writes.
     const uint8_t* const data_ = all_.matrix_->data;
     const float* const scales_ = all_.matrix_->scales;
@@ -106,7 +106,8 @@ class PackedStripOf final : public PackedStrip {
   // For a product of vectors: converts a row in each part of a block, two blocks ahead.
   class Ahead {
    public:
-    Ahead(PackedStripOf& strip, const WeightTiles& to) : converted_(strip), columns_(strip.matrix_->columns), to_(to) {}
+    Ahead(PackedTileRowOf& tile_row, const WeightTiles& to)
+        : converted_(tile_row), columns_(tile_row.matrix_->columns), to_(to) {}
     [[MOE_METAL_BF16, gnu::always_inline]] inline void begin(int64_t first) {
       first_ = first;
       start(0);
@@ -120,7 +121,7 @@ class PackedStripOf final : public PackedStrip {
    private:
     [[gnu::always_inline]] void start(int64_t block) {
       more_ = block * kDepth < columns_;
-      converted_.start(first_, block * kDepth, const_cast<at::BFloat16*>(to_.data) + (block & to_.ring) * to_.block);
+      converted_.start(first_, block * kDepth, const_cast<at::BFloat16*>(to_.data) + (block & to_.ring) * to_.chunk);
     }
     Converted<2> converted_;
     bool more_ = true;
@@ -128,7 +129,7 @@ class PackedStripOf final : public PackedStrip {
     const int64_t columns_;
     const WeightTiles to_;
   };
-  [[MOE_METAL_BF16, gnu::noinline]] void multiply_ahead(const WeightTiles& to, const TokenGroups& groups,
+  [[MOE_METAL_BF16, gnu::noinline]] void multiply_ahead(const WeightTiles& to, const TokenTiles& groups,
                                                         float (*c)[kTile][kTile]) {
     // For up to 16, 24, 32 and 40 tokens; up to 8 are not multiplied here.
     static constexpr decltype(&multiply_by_vectors<2, true, Ahead>) kProducts[] = {
@@ -146,30 +147,32 @@ class PackedStripOf final : public PackedStrip {
   [[MOE_METAL_BF16, gnu::noinline]] void pack_part(int64_t first, int64_t end, at::BFloat16* to) const {
     for (; first < end; first += kDepth, to += kTileSize) {
       for (int64_t r = 0; r < kTile; ++r) {
-        const auto from = matrix_->row_block(r * strip_.step);
-        const auto part = [&](int64_t column) { return r < strip_.count ? load_up_to_vector(from, column) : Vec(0); };
+        const auto from = matrix_->row_block(r * tile_row_.step);
+        const auto part = [&](int64_t column) {
+          return r < tile_row_.count ? load_up_to_vector(from, column) : Vec(0);
+        };
         _mm512_storeu_si512(to + r * kDepth, both(part(first), part(first + kLanes)));
       }
     }
   }
 
   PackedView<Read> rows_;
-  StripRows strip_;
+  TileRowRange tile_row_;
   const PackedMatrix<Read>* matrix_ = nullptr;
   const uint8_t* next_ = nullptr;
   bool contiguous_ = false, whole_ = false;
-  int64_t row_ = 0, groups_ = 0;  // strides of the strip's rows, in bytes and in scales
+  int64_t row_ = 0, groups_ = 0;  // strides of the tile_row's rows, in bytes and in scales
   Rounded<Read> rounded_;
 };
 
 template <class Read>
-std::unique_ptr<PackedStrip> make_packed_strip(const Weight& weight) {
+std::unique_ptr<PackedTileRow> make_packed_tile_row(const Weight& weight) {
   if constexpr (Read::kGroup != 0) {
-    return std::make_unique<PackedStripOf<Read, std::min<int>(Read::kGroup, kTwoBlocks)>>(weight);
+    return std::make_unique<PackedTileRowOf<Read, std::min<int>(Read::kGroup, kTwoBlocks)>>(weight);
   } else {
-    if (weight.group >= kTwoBlocks) return std::make_unique<PackedStripOf<Read, kTwoBlocks>>(weight);
-    if (weight.group == kDepth) return std::make_unique<PackedStripOf<Read, kDepth>>(weight);
-    return std::make_unique<PackedStripOf<Read, kLanes>>(weight);
+    if (weight.group >= kTwoBlocks) return std::make_unique<PackedTileRowOf<Read, kTwoBlocks>>(weight);
+    if (weight.group == kDepth) return std::make_unique<PackedTileRowOf<Read, kDepth>>(weight);
+    return std::make_unique<PackedTileRowOf<Read, kLanes>>(weight);
   }
 }
 
