@@ -1,15 +1,14 @@
 // Checks an op's arguments. Error messages name the op, the argument, the expected value and the given one.
 //
 // Shapes are checked by letters: the first argument with a letter binds it, and later ones must agree.
-// Letters: * any leading dimensions, whose product is T tokens; E experts; K experts per token; H hidden; I inner;
-// G is 2I. attention: B sequences; A query heads; J key heads; T queries; S keys; D and V, the sizes of a key and of a
-// value. rope: also R angles.
+// torch_moe_metal/arguments.py lists the letters; here * also stands for any leading dimensions, whose product is T.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_ops.h>
 
 #include <array>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -36,6 +35,13 @@ inline Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::_ops::empty_memory_format::call(c10::fromIntArrayRefSlow(sizes),
                                              c10::optTypeMetaToScalarType(options.dtype_opt()), options.layout_opt(),
                                              options.device_opt(), options.pinned_memory_opt(), std::nullopt);
+}
+
+// Call it after all checks: copying an expanded tensor of a wrong shape could run out of memory.
+inline void make_contiguous(std::initializer_list<Tensor*> tensors) {
+  for (Tensor* tensor : tensors) {
+    if (tensor->defined()) *tensor = tensor->contiguous();
+  }
 }
 
 struct Format;

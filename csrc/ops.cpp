@@ -1,67 +1,44 @@
-// The schemas of all ops.
-// An op's maths is in torch_moe_metal/reference.py, its checks in contract.h, its kernels in cpu/<op>.cpp and
-// mps/<op>.mm; norm shares the files of norm_add.
+// Registers what all ops have in common: schemas, checks for fake tensors, and what happens with autograd, with tensors
+// that are written in place and without a backend. Each backend registers its kernels in cpu/ops.cpp or mps/ops.mm.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
-#include "contract.h"
+#include <algorithm>
+#include <string>
+#include <vector>
 
-#define ROUTING                                                                       \
-  "int top_k, str scoring='softmax', str renormalize='before_scale', int n_group=1, " \
-  "int topk_group=1, str group_score='top2_sum', float scaling_factor=1.0, float softcap=0.0"
-#define ACTIVATION "str activation='silu', float alpha=1.702, float? limit=None"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
 
-constexpr const char* kSchemas[] = {
-    "gate(Tensor hidden, Tensor router_weight, Tensor? norm_weight=None, Tensor? router_bias=None, "
-    "Tensor? select_bias=None, Tensor? per_expert_scale=None, *, " ROUTING
-    ", float eps=1e-6) -> (Tensor weights, Tensor ids)",
-
-    "route(Tensor logits, Tensor? select_bias=None, Tensor? per_expert_scale=None, *, " ROUTING
-    ") -> (Tensor weights, Tensor ids)",
-
-    "glu(Tensor gate, Tensor up, *, " ACTIVATION ") -> Tensor",
-
-    "experts(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? gate_up_bias=None, "
-    "Tensor? down_bias=None, Tensor? shared=None, Tensor? shared_gate=None, Tensor? residual=None, "
-    "Tensor? gate_up_scale=None, Tensor? gate_up_offset=None, Tensor? down_scale=None, Tensor? down_offset=None, "
-    "*, " ACTIVATION
-    ", bool interleaved=False, bool transposed=False, str format='dense', "
-    "str? down_format=None, int group_size=0) -> Tensor",
-
-    "linear(Tensor x, Tensor weight, Tensor? scale=None, Tensor? offset=None, Tensor? bias=None, *, "
-    "str format='dense', int group_size=0) -> Tensor",
-    "dequantize(Tensor weight, Tensor? scale=None, Tensor? offset=None, *, str format, int bits=4, "
-    "ScalarType dtype) -> Tensor",
-
-    "weighted_sum(Tensor slots, Tensor weights, Tensor? shared=None, Tensor? shared_gate=None, "
-    "Tensor? residual=None) -> Tensor",
-    "weighted_sum_residual_(Tensor(a!) residual, Tensor slots, Tensor weights) -> ()",
-    "weighted_sum_residual_norm_(Tensor(a!) residual, Tensor slots, Tensor weights, Tensor norm_weight, *, "
-    "float eps=1e-6) -> Tensor",
-    "weighted_sum_norm_add(Tensor slots, Tensor weights, Tensor residual, Tensor norm_weight, *, "
-    "float eps=1e-6) -> Tensor",
-    "weighted_sum_dual_norm_add(Tensor slots, Tensor weights, Tensor residual, Tensor residual_norm_weight, "
-    "Tensor moe_norm_weight, *, float eps=1e-6) -> Tensor",
-
-    "norm(Tensor input, Tensor? weight=None, *, float eps=1e-6) -> Tensor",
-    "norm_add(Tensor residual, Tensor input, Tensor weight, Tensor? scalar=None, *, float eps=1e-6) -> Tensor",
-    "residual_norm(Tensor residual, Tensor input, Tensor weight, Tensor? scalar=None, *, float eps=1e-6) "
-    "-> (Tensor output, Tensor sum)",
-
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, "
-    "float eps=1e-6, bool interleaved=False) -> (Tensor q, Tensor k)",
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? sinks=None, *, float? scale=None, "
-    "bool causal=False, int window=0, float softcap=0.0) -> Tensor",
-};
-
-std::string op_name(const std::string& schema) { return schema.substr(0, schema.find('(')); }
+#define MOE_METAL_SCHEMA(name) std::string(#name) + schema_##name,
+std::vector<std::string> schemas() { return {MOE_METAL_OPS(MOE_METAL_SCHEMA)}; }
 
 bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
+
+void define(torch::Library& m) {
+  for (const std::string& schema : schemas()) m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
+}
+
+bool is_in_place(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.arguments().begin(), schema.arguments().end(), writes);
+}
+
+// Registers a boxed kernel for all ops, or for those that `fits` selects.
+template <auto kernel>
+void register_boxed(torch::Library& m, bool (*fits)(const c10::FunctionSchema&) = nullptr) {
+  for (const std::string& text : schemas()) {
+    const c10::FunctionSchema schema = torch::schema(text.c_str());
+    if (!fits || fits(schema)) m.impl(schema.name().c_str(), torch::CppFunction::makeFromBoxedFunction<kernel>());
+  }
+}
+
+// A kernel of the library of checks.
+template <class Call>
+void nothing(const Call&) {}
 
 // These ops have no backward and no jvp. Without this kernel PyTorch would silently drop the gradient or the tangent.
 // PyTorch itself hides tangents if forward-mode AD is off, as in inference mode.
@@ -133,51 +110,23 @@ extern "C" C10_EXPORT const char* moe_metal_formats() {
 
 TORCH_LIBRARY(moe_metal, m) {
   m.set_python_module("torch_moe_metal");
-  for (const char* schema : moe_metal::kSchemas) m.def(schema, {at::Tag::pt2_compliant_tag});
+  moe_metal::define(m);
 }
 
 // Every op's checks without its work. The fake functions of torch.compile and torch.export call them; those functions
 // are in Python because the checks do not support symbolic sizes.
-TORCH_LIBRARY(moe_metal_checks, m) {
-  for (const char* schema : moe_metal::kSchemas) m.def(schema, {at::Tag::pt2_compliant_tag});
-}
-TORCH_LIBRARY_IMPL(moe_metal_checks, CompositeExplicitAutograd, m) {  // for Meta, and for calls without a tensor
-  constexpr auto nothing = [](auto&) {};
-  m.impl("gate", &moe_metal::gate<nothing>);
-  m.impl("route", &moe_metal::route<nothing>);
-  m.impl("glu", &moe_metal::glu<nothing>);
-  m.impl("experts", &moe_metal::experts<nothing>);
-  m.impl("linear", &moe_metal::linear<nothing>);
-  m.impl("dequantize", &moe_metal::dequantize<nothing>);
-  m.impl("weighted_sum", &moe_metal::weighted_sum<nothing>);
-  m.impl("weighted_sum_residual_", &moe_metal::weighted_sum_residual_<nothing>);
-  m.impl("weighted_sum_residual_norm_", &moe_metal::weighted_sum_residual_norm_<nothing>);
-  m.impl("weighted_sum_norm_add", &moe_metal::weighted_sum_norm_add<nothing>);
-  m.impl("weighted_sum_dual_norm_add", &moe_metal::weighted_sum_dual_norm_add<nothing>);
-  m.impl("norm", &moe_metal::norm<nothing>);
-  m.impl("norm_add", &moe_metal::norm_add<nothing>);
-  m.impl("residual_norm", &moe_metal::residual_norm<nothing>);
-  m.impl("rope", &moe_metal::rope<nothing>);
-  m.impl("attention", &moe_metal::attention<nothing>);
-}
+TORCH_LIBRARY(moe_metal_checks, m) { moe_metal::define(m); }
+
+#define MOE_METAL_CHECK(name) m.impl(#name, &moe_metal::Op<moe_metal::check_##name>::call<moe_metal::nothing>);
+TORCH_LIBRARY_IMPL(moe_metal_checks, CompositeExplicitAutograd, m){// for Meta, and for calls without a tensor
+                                                                   MOE_METAL_OPS(MOE_METAL_CHECK)}
 
 TORCH_LIBRARY_IMPL(moe_metal, Autograd, m) {
-  for (const char* schema : moe_metal::kSchemas) {
-    m.impl(moe_metal::op_name(schema).c_str(), torch::CppFunction::makeFromBoxedFunction<&moe_metal::no_autograd>());
-  }
+  moe_metal::register_boxed<&moe_metal::no_autograd>(m);
 }
 
-TORCH_LIBRARY_IMPL(moe_metal, CompositeExplicitAutograd, m) {
-  for (const char* schema : moe_metal::kSchemas) {
-    m.impl(moe_metal::op_name(schema).c_str(), torch::CppFunction::makeFromBoxedFunction<&moe_metal::no_backend>());
-  }
-}
+TORCH_LIBRARY_IMPL(moe_metal, CompositeExplicitAutograd, m) { moe_metal::register_boxed<&moe_metal::no_backend>(m); }
 
 TORCH_LIBRARY_IMPL(moe_metal, ADInplaceOrView, m) {
-  for (const char* schema : moe_metal::kSchemas) {
-    const auto name = moe_metal::op_name(schema);
-    if (name.back() == '_') {
-      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&moe_metal::bump_versions>());
-    }
-  }
+  moe_metal::register_boxed<&moe_metal::bump_versions>(m, &moe_metal::is_in_place);
 }

@@ -19,7 +19,7 @@ struct Weight {
   int64_t rows = 0, columns = 0;
   int64_t group = 0;                        // neighbouring columns that share a scale
   int64_t expert = 0, row = 0, column = 0;  // strides: in elements if dense, in bytes if packed
-  // If gate and up are separate matrices, the rows of up begin at row `half`, `gap` further than `row` alone says.
+  // If gate and up are separate matrices, row r >= half (of up) starts at r * row + gap.
   int64_t half = std::numeric_limits<int64_t>::max(), gap = 0;
 
   int64_t place(int64_t of_expert, int64_t number) const {
@@ -103,9 +103,9 @@ class PackedWeight {
       args_.wrong_shape(names_.data, data, row_letters(), packed, column_letter(),
                         is_affine() ? "bits " + affine_widths() : "");
     }
-    const int64_t whole = format_.scale_rows > 1 ? 1 : std::max(format_.columns, format_.scale_columns);
-    TORCH_CHECK(is_affine() || C % whole == 0, args_.prefix(names_.data), "expected ", column(),
-                " to be a multiple of ", whole, " in format ", format_.name, ", got ", C);
+    const int64_t multiple = format_.scale_rows > 1 ? 1 : std::max(format_.columns, format_.scale_columns);
+    TORCH_CHECK(is_affine() || C % multiple == 0, args_.prefix(names_.data), "expected ", column(),
+                " to be a multiple of ", multiple, " in format ", format_.name, ", got ", C);
     check_strides(packed_dims);
     weight_.columns = C;
     weight_.rows = data.size(-1 - packed_dims);
@@ -118,10 +118,11 @@ class PackedWeight {
   // The bytes of a row must be contiguous.
   void check_strides(int64_t packed_dims) const {
     const Tensor& data = weight_.data;
-    const bool run =
+    const bool contiguous =
         data.numel() == 0 || ((data.size(-1) <= 1 || data.stride(-1) == 1) &&
                               (packed_dims == 1 || data.size(-2) <= 1 || data.stride(-2) == data.size(-1)));
-    TORCH_CHECK(run, args_.prefix(names_.data), "expected rows of contiguous bytes, got strides ", data.strides());
+    TORCH_CHECK(contiguous, args_.prefix(names_.data), "expected rows of contiguous bytes, got strides ",
+                data.strides());
   }
 
   void check_data_dtype() const {

@@ -304,22 +304,16 @@ struct AttentionParams {
   float scale, softcap;
 };
 
-#ifndef __METAL_VERSION__
-static_assert(sizeof(RopeParams) == 184, "shaders and host must agree");
-static_assert(sizeof(AttentionParams) == 216, "shaders and host must agree");
-static_assert(sizeof(RoutingParams) == 36, "shaders and host must agree");
-static_assert(sizeof(ActivationParams) == 12, "shaders and host must agree");
-static_assert(sizeof(GluParams) == 88, "shaders and host must agree");
-static_assert(sizeof(RouteParams) == 52, "shaders and host must agree");
-static_assert(sizeof(GateParams) == 76, "shaders and host must agree");
-static_assert(sizeof(ResidualNormParams) == 32, "shaders and host must agree");
-static_assert(sizeof(WeightedSumParams) == 44, "shaders and host must agree");
-static_assert(sizeof(WeightParams) == 104, "shaders and host must agree");
-static_assert(sizeof(ExpertsParams) == 304, "shaders and host must agree");
-static_assert(sizeof(LinearParams) == 128, "shaders and host must agree");
-static_assert(sizeof(ProductParams) == 128, "shaders and host must agree");
-static_assert(sizeof(DequantizeParams) == 128, "shaders and host must agree");
-#endif
+// The params structs and their sizes in bytes. Both compilers check them, so shaders and host agree.
+// clang-format off
+#define MOE_METAL_PARAMS(check) \
+  check(RoutingParams, 36) check(RouteParams, 52) check(GateParams, 76) check(ActivationParams, 12) \
+  check(GluParams, 88) check(WeightParams, 104) check(ExpertsParams, 304) check(ProductParams, 128) \
+  check(LinearParams, 128) check(DequantizeParams, 128) check(WeightedSumParams, 44) \
+  check(ResidualNormParams, 32) check(RopeParams, 184) check(AttentionParams, 216)
+#define MOE_METAL_CHECK_SIZE(params, bytes) static_assert(sizeof(params) == bytes, #params ": its size in common.h");
+// clang-format on
+MOE_METAL_PARAMS(MOE_METAL_CHECK_SIZE)
 
 }  // namespace moe_metal
 

@@ -22,7 +22,19 @@ pytestmark = pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal plays other systems and changes grids"
 )
 
+SHADERS = sorted((Path(__file__).parents[1] / "shaders").glob("*.metal"))
+
 # ------------------------------------------------------------------------------------------------ compiling
+
+
+def test_kernels_and_shaders_name_the_same_parts() -> None:
+    """A kernel of a part that its shader does not have would not be found, and a part without kernels is never used."""
+    kernels: dict[str, set[str]] = {}
+    for line in torch.ops.moe_metal._kernels():
+        shader = line.split()[2]
+        kernels.setdefault(shader, set()).update(re.findall(r" MOE_METAL_PART=(\w+)", line))
+    assert kernels == {path.stem: set(re.findall(r"in_part\((\w+)\)", path.read_text())) for path in SHADERS}
+
 
 COMPILED = """
 import sys

@@ -276,9 +276,7 @@ def one_token(case: Case, args: dict) -> list:
         return normed(case.op, *values)
     of_weights = ("format", "down_format", "group_size")
     options = {name: value for name, value in case.options.items() if name not in of_weights}
-    result = {"route": route, "gate": gate, "glu": glu, "experts": experts, "weighted_sum": weighted_sum}[case.op](
-        *values, **options
-    )
+    result = globals()[case.op](*values, **options)
     return list(result) if isinstance(result, tuple) else [result]
 
 

@@ -2,7 +2,7 @@
 
 T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, and U is the
 size of a scalar, 1 or H. Attention: B sequences, A query heads, J key heads, T queries, S keys, D size of a query and a
-key, V size of a value. Rope: also R angles.
+key, V size of a value. Rope: also R angles. The C++ checks (csrc/contract/) use the same letters.
 
 The tests draw their cases from this table, `bench` its rows and `doctor` its samples. Options are not in it: they are
 in the signatures in reference.py.

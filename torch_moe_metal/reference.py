@@ -2,9 +2,8 @@
 rope and attention.
 
 Each function is the definition of an op, the oracle of the tests (with float64 tensors it computes in float64), the
-fake function for torch.compile, and the text that `help` shows. Letters: T tokens (any leading dimensions), E experts,
-K experts per token, H hidden, I expert inner size; rope and attention have their own. Sums are kept in float32 or wider
-and rounded once, at the end.
+fake function for torch.compile, and the text that `help` shows. arguments.py lists the letters of shapes; T may be any
+leading dimensions. Sums are kept in float32 or wider and rounded once, at the end.
 """
 
 import torch
@@ -172,9 +171,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 def unpack(data: Tensor, bits: int) -> Tensor:
     """Unpack rows of bytes into integers of `bits` bits. A row is a bit stream that begins with the lowest bit of the
     first byte."""
-    places = torch.arange(8, device=data.device, dtype=torch.uint8)
-    stream = (data.unsqueeze(-1) >> places & 1).flatten(-2)
-    return (stream.unflatten(-1, (-1, bits)) << places[:bits]).sum(-1, dtype=torch.uint8)
+    shifts = torch.arange(8, device=data.device, dtype=torch.uint8)
+    stream = (data.unsqueeze(-1) >> shifts & 1).flatten(-2)
+    return (stream.unflatten(-1, (-1, bits)) << shifts[:bits]).sum(-1, dtype=torch.uint8)
 
 
 def dequantize(
@@ -373,8 +372,8 @@ def weighted_sum(
     unscaled."""
     total = (as_float(slots) * as_float(weights).unsqueeze(-1)).sum(-2)
     if shared is not None:
-        share = 1.0 if shared_gate is None else as_float(shared_gate).sigmoid().unsqueeze(-1)
-        total = total + share * as_float(shared)
+        factor = 1.0 if shared_gate is None else as_float(shared_gate).sigmoid().unsqueeze(-1)
+        total = total + factor * as_float(shared)
     if residual is not None:
         total = total + as_float(residual)
     return rounded(total, slots)
@@ -480,12 +479,12 @@ def rope(
     normalised before, as in `norm`: each head with a weight [D], all heads of a token together with [A, D] or [J, D].
     """
     return (
-        rounded(turned(q, cos, sin, q_norm_weight, eps, interleaved).transpose(1, 2), q),
-        rounded(turned(k, cos, sin, k_norm_weight, eps, interleaved).transpose(1, 2), k),
+        rounded(rotated(q, cos, sin, q_norm_weight, eps, interleaved).transpose(1, 2), q),
+        rounded(rotated(k, cos, sin, k_norm_weight, eps, interleaved).transpose(1, 2), k),
     )
 
 
-def turned(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, interleaved: bool) -> Tensor:
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, interleaved: bool) -> Tensor:
     """`rope` of queries or of keys, in their own layout."""
     x, cos, sin, R = as_float(heads), as_float(cos).unsqueeze(2), as_float(sin).unsqueeze(2), cos.shape[-1]
     if weight is not None:

@@ -1,7 +1,7 @@
 #include "cpu/item_rows.h"
-#include "cpu/ops.h"
 #include "cpu/vector/rows.h"
 #include "cpu/weights/weight_rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -26,10 +26,13 @@ void rows(const Weight& weight, int64_t matrices, Scalar* to) {
 
 }  // namespace
 
-void run_dequantize(const Dequantize& call) {
-  const int64_t matrices = call.output.dim() == 3 ? call.output.size(0) : 1;
-  with_dtype(call.output.scalar_type(),
-             [&](auto scalar) { rows(call.weight, matrices, call.output.mutable_data_ptr<decltype(scalar)>()); });
+void cpu::run_dequantize(const Dequantize& call) {
+  with_dtype(call.output.scalar_type(), [&](auto scalar) {
+    for_each_stack(call, [](const Dequantize& stack) {
+      const int64_t matrices = stack.output.dim() == 3 ? stack.output.size(0) : 1;
+      rows(stack.weight, matrices, stack.output.mutable_data_ptr<decltype(scalar)>());
+    });
+  });
 }
 
 }  // namespace moe_metal

@@ -12,12 +12,13 @@
 // All ways also keep the sums of one item of the output per thread: up to T * 256 floats.
 #include "cpu/experts/experts_columns.h"
 #include "cpu/experts/experts_dots.h"
-#include "cpu/ops.h"
 #include "cpu/processor_ways.h"
+#include "ops.h"
 
 namespace moe_metal {
 
-void run_experts(Experts& call) {
+void cpu::run_experts(const Experts& given) {
+  Experts call = given;
   call.weights = as_float(call.weights);
   call.shared_gate = as_float(call.shared_gate);
   const Slots slots(call.ids, call.E);

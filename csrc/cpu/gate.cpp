@@ -1,11 +1,11 @@
 // Logits are float, whatever the dtypes. The order of additions depends neither on the threads nor on the other tokens.
 #include "cpu/gate.h"
 
-#include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/processor_ways.h"
 #include "cpu/vector/dots.h"
 #include "cpu/vector/rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -78,7 +78,8 @@ void by_dots(const Gate& call) {
 
 }  // namespace
 
-void run_gate(Gate& call) {
+void cpu::run_gate(const Gate& given) {
+  Gate call = given;
   for (Tensor* small : {&call.norm_weight, &call.router_bias, &call.select_bias, &call.per_expert_scale}) {
     if (small->defined()) *small = small->to(at::kFloat);
   }

@@ -1,6 +1,6 @@
 // Routing of logits, for all ways to compute `gate`.
 #pragma once
-#include "contract.h"
+#include "contract/router.h"
 #include "cpu/route.h"
 #include "cpu/vector/vec.h"
 

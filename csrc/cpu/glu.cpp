@@ -1,6 +1,6 @@
 #include "cpu/activation.h"
-#include "cpu/ops.h"
 #include "cpu/vector/rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -62,7 +62,7 @@ void rows(const Glu& call) {
 
 }  // namespace
 
-void run_glu(const Glu& call) {
+void cpu::run_glu(const Glu& call) {
   with_dtype(call.gate.scalar_type(), [&](auto scalar) {
     with_activation(call.params.activation, [&](auto which) { rows<decltype(scalar), decltype(which)::value>(call); });
   });

@@ -1,9 +1,9 @@
 // x @ weight^T + bias. Threads divide the rows of the weight, and multiply each by all tokens.
 #include "cpu/item_rows.h"
-#include "cpu/ops.h"
 #include "cpu/plan.h"
 #include "cpu/processor_ways.h"
 #include "cpu/weights/weight_rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -59,7 +59,7 @@ void rows(const Linear& call, const Tensor& x) {
 
 }  // namespace
 
-void run_linear(const Linear& call) {
+void cpu::run_linear(const Linear& call) {
   if (const auto way = processor_ways().linear; way && way(call)) return;
   const Tensor x = as_float(call.x);
   with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });

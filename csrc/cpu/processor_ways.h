@@ -4,7 +4,10 @@
 #pragma once
 #include <memory>
 
-#include "contract.h"
+#include "contract/attention.h"
+#include "contract/experts.h"
+#include "contract/router.h"
+#include "contract/weights.h"
 
 namespace moe_metal {
 

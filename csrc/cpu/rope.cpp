@@ -1,5 +1,5 @@
-#include "cpu/ops.h"
 #include "cpu/vector/rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -117,7 +117,7 @@ void rows(const Rope& call) {
 
 }  // namespace
 
-void run_rope(const Rope& call) {
+void cpu::run_rope(const Rope& call) {
   with_dtype(call.q.input.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });
 }
 

@@ -1,8 +1,8 @@
 #include <vector>
 
-#include "cpu/ops.h"
 #include "cpu/route.h"
 #include "cpu/vector/rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -28,7 +28,8 @@ void rows(const Route& call) {
 
 }  // namespace
 
-void run_route(Route& call) {
+void cpu::run_route(const Route& given) {
+  Route call = given;
   call.select_bias = as_float(call.select_bias);
   call.per_expert_scale = as_float(call.per_expert_scale);
   with_dtype(call.logits.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call); });

@@ -1,9 +1,8 @@
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
-#include "contract.h"
 #include "mps/launch.h"
 #include "mps/tuning.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -102,7 +101,9 @@ Grid cut(const Attention& call, const AttentionKernel& kernel, AttentionParams& 
   return {x, params.parts * column_blocks, kAttentionThreads};
 }
 
-void run(const Attention& call) {
+}  // namespace
+
+void mps::run_attention(const Attention& call) {
   const at::ScalarType dtype = call.q.scalar_type();
   const AttentionKernel kernel = attention_kernel(call);
   AttentionParams params = attention_params(call);
@@ -123,7 +124,4 @@ void run(const Attention& call) {
           {combine_kernels[dtype], {rows, 1, simdgroups * kSimdgroup}, parts, call.sinks, call.output, params}});
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("attention", &moe_metal::attention<moe_metal::run>); }

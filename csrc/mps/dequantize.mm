@@ -1,6 +1,5 @@
-#include <torch/library.h>
-
 #include "mps/weights.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -30,6 +29,7 @@ void run(const Dequantize& call) {
 }
 
 }  // namespace
-}  // namespace moe_metal
 
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("dequantize", &moe_metal::dequantize<moe_metal::run>); }
+void mps::run_dequantize(const Dequantize& call) { for_each_stack(call, run); }
+
+}  // namespace moe_metal

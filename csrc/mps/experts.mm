@@ -1,8 +1,8 @@
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "mps/grouped.h"
 #include "mps/tensor_ops.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -232,7 +232,9 @@ void prefill(const Experts& call, ExpertsParams params) {
   }
 }
 
-void run(const Experts& call) {
+}  // namespace
+
+void mps::run_experts(const Experts& call) {
   if (is_decode(call)) return decode(call, experts_params(call));
   const int64_t count = tokens_at_once(call.T, 4.0 * call.K * call.H * call.I);
   if (count == call.T) return prefill(call, experts_params(call));
@@ -247,7 +249,4 @@ void run(const Experts& call) {
   }
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("experts", &moe_metal::experts<moe_metal::run>); }

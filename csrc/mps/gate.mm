@@ -1,9 +1,9 @@
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "mps/route.h"
 #include "mps/rows.h"
 #include "mps/tuning.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -47,7 +47,9 @@ GateParams gate_params(const Gate& call, const Tensor& logits) {
   };
 }
 
-void run(const Gate& call) {
+}  // namespace
+
+void mps::run_gate(const Gate& call) {
   const auto dtype = call.hidden.scalar_type(), router_dtype = call.router_weight.scalar_type();
   const int64_t E = call.params.experts;
   if (fits_one_dispatch(call)) {
@@ -66,7 +68,4 @@ void run(const Gate& call) {
                    call.weights, call.ids, params.route)});
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("gate", &moe_metal::gate<moe_metal::run>); }

@@ -1,7 +1,5 @@
-#include <torch/library.h>
-
-#include "contract.h"
 #include "mps/launch.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -69,19 +67,19 @@ GluParams glu_params(const Glu& call, const Layout& layout) {
   };
 }
 
-void run(Glu& call) {
-  Layout layout(call.gate, call.up);
+}  // namespace
+
+void mps::run_glu(const Glu& call) {
+  const Layout layout(call.gate, call.up);
   if (!layout.fits) {
-    call.gate = call.gate.contiguous();
-    call.up = call.up.contiguous();
-    layout = Layout(call.gate, call.up);
+    Glu contiguous = call;
+    contiguous.gate = call.gate.contiguous();
+    contiguous.up = call.up.contiguous();
+    return run_glu(contiguous);
   }
   const GluParams params = glu_params(call, layout);
   launch(kernels[call.gate.scalar_type()], Grid{ceil_div(params.all_chunks, kThreads), 1, kThreads}, call.gate, call.up,
          call.output, params);
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("glu", &moe_metal::glu<moe_metal::run>); }

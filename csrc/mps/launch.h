@@ -97,6 +97,13 @@ struct Grid {
   bool empty() const { return x == 0 || y == 0; }
 };
 
+template <class Params>
+inline constexpr bool kIsParams = false;
+#define MOE_METAL_IS_PARAMS(params, bytes) \
+  template <>                              \
+  inline constexpr bool kIsParams<params> = true;
+MOE_METAL_PARAMS(MOE_METAL_IS_PARAMS)
+
 // A tensor or a params struct for [[buffer(n)]] of the kernel. It keeps a pointer, so the argument must outlive it.
 struct Argument {
   Argument() = default;
@@ -104,6 +111,7 @@ struct Argument {
   template <class Params>
     requires(std::is_trivially_copyable_v<Params> && std::is_class_v<Params>)
   Argument(const Params& params) : bytes(&params), size(sizeof(Params)) {
+    static_assert(kIsParams<Params>, "MOE_METAL_PARAMS in shaders/common.h lists all params");
     static_assert(sizeof(Params) <= 4096, "Metal's setBytes takes 4 KB");
   }
 

@@ -1,6 +1,5 @@
-#include <torch/library.h>
-
 #include "mps/tensor_ops.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -51,7 +50,9 @@ void at_once(const Linear& call) {
          params);
 }
 
-void run(const Linear& call) {
+}  // namespace
+
+void mps::run_linear(const Linear& call) {
   const int64_t count = tokens_at_once(call.T, 2.0 * call.N * call.H);
   if (count == call.T) return at_once(call);
   for (int64_t first = 0; first < call.T; first += count) {
@@ -63,7 +64,4 @@ void run(const Linear& call) {
   }
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("linear", &moe_metal::linear<moe_metal::run>); }

@@ -1,23 +1,19 @@
-#include <torch/library.h>
-
 #include "mps/rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
 
 RowKernels kernels("norm_add");
 
-void run(const ResidualNorm& call) {
+}  // namespace
+
+void mps::run_norm(const Norm& call) { run_norm_add(call); }
+
+void mps::run_norm_add(const Norm& call) {
   const Grid grid = grid_of_rows(call.T, call.H);
   launch(kernels(call.input.scalar_type(), grid), grid, call.input, call.residual, call.weight, call.scalar,
          call.output, residual_norm_params(call));
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-// norm is norm_add with fewer arguments.
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) {
-  m.impl("norm", &moe_metal::norm<moe_metal::run>);
-  m.impl("norm_add", &moe_metal::norm_add<moe_metal::run>);
-}

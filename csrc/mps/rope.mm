@@ -1,7 +1,5 @@
-#include <torch/library.h>
-
-#include "contract.h"
 #include "mps/launch.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
@@ -20,7 +18,9 @@ AttentionStrides angle_strides(const Tensor& angles) {
   return {.sequence = of(0), .head = 0, .row = of(1), .element = of(2)};
 }
 
-void run(const Rope& call) {
+}  // namespace
+
+void mps::run_rope(const Rope& call) {
   const int64_t items = call.B * call.T * (call.q.heads + call.k.heads);
   const RopeParams params = {
       .q = strides(call.q.input),
@@ -47,7 +47,4 @@ void run(const Rope& call) {
          params);
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) { m.impl("rope", &moe_metal::rope<moe_metal::run>); }

@@ -3,7 +3,7 @@
 #include <bit>
 #include <iterator>
 
-#include "contract.h"
+#include "contract/router.h"
 #include "mps/launch.h"
 
 namespace moe_metal {

@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "contract.h"
+#include "contract/combine.h"
 #include "mps/launch.h"
 #include "mps/tuning.h"
 
@@ -63,7 +63,7 @@ inline WeightedSumParams weighted_sum_params(const WeightedSum& call) {
   };
 }
 
-inline ResidualNormParams residual_norm_params(const ResidualNorm& call) {
+inline ResidualNormParams residual_norm_params(const Norm& call) {
   const bool one_scalar = call.scalar.defined() && call.scalar.size(0) == 1;
   const Tensor none;
   return {

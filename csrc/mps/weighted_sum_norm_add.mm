@@ -1,21 +1,17 @@
-#include <torch/library.h>
-
 #include "mps/rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
 
 RowKernels kernels("weighted_sum_norm_add");
 
-void run(const WeightedSum& call) {
+}  // namespace
+
+void mps::run_weighted_sum_norm_add(const WeightedSum& call) {
   const Grid grid = grid_of_rows(call.T, call.H);
   launch(kernels(call.slots.scalar_type(), grid), grid, call.slots, call.weights, call.residual, call.norm_weight,
          call.output, weighted_sum_params(call));
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) {
-  m.impl("weighted_sum_norm_add", &moe_metal::weighted_sum_norm_add<moe_metal::run>);
-}

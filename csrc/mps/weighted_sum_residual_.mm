@@ -1,20 +1,16 @@
-#include <torch/library.h>
-
 #include "mps/rows.h"
+#include "ops.h"
 
 namespace moe_metal {
 namespace {
 
 Kernels kernels("weighted_sum_residual_", kBlockThreads);
 
-void run(const WeightedSum& call) {
+}  // namespace
+
+void mps::run_weighted_sum_residual_(const WeightedSumResidual& call) {
   launch(kernels[call.slots.scalar_type()], grid_of_blocks(call.T, call.H), call.slots, call.weights, call.residual,
          weighted_sum_params(call));
 }
 
-}  // namespace
 }  // namespace moe_metal
-
-TORCH_LIBRARY_IMPL(moe_metal, MPS, m) {
-  m.impl("weighted_sum_residual_", &moe_metal::weighted_sum_residual_<moe_metal::run>);
-}

@@ -4,7 +4,7 @@
 // read once for all of them. Rows are along the lanes of vectors: queries are transposed once, keys and values are used
 // in place, and nothing is summed across lanes.
 #pragma once
-#include "contract.h"
+#include "contract/attention.h"
 #include "cpu/attention/float_products.h"
 
 namespace moe_metal {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "contract.h"
+#include "contract/experts.h"
 #include "cpu/activation.h"
 #include "cpu/item_rows.h"
 #include "cpu/vector/rows.h"

@@ -3,7 +3,9 @@
 #pragma once
 #include <algorithm>
 
-#include "contract.h"
+#include "contract/experts.h"
+#include "contract/router.h"
+#include "contract/weights.h"
 #include "cpu/plan.h"
 #include "cpu/x86/processor.h"
 

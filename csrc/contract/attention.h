@@ -1,0 +1,115 @@
+// The checks and outputs of rope and attention. csrc/ops.h says how contracts are written.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "arguments.h"
+
+namespace moe_metal {
+
+// Queries or keys. They are not copied, so they may have any strides.
+struct RopeHeads {
+  Tensor input;        // [B, T, heads, D]
+  Tensor norm_weight;  // undefined, [D] or [heads, D], contiguous: float32 or the dtype of q
+  int64_t heads;
+  Tensor output;  // [B, heads, T, D]
+
+  bool norms_all() const { return norm_weight.defined() && norm_weight.dim() == 2; }
+};
+
+struct Rope {
+  RopeHeads q, k;
+  Tensor cos, sin;  // [B, T, R] of any strides, the first of which may be 0: float32 or the dtype of q
+  float eps;
+  bool interleaved;
+  int64_t B, T, D, R;
+
+  bool is_empty() const { return q.output.numel() == 0; }
+  std::tuple<Tensor, Tensor> outputs() const { return {q.output, k.output}; }
+};
+
+inline constexpr char schema_rope[] =
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, "
+    "float eps=1e-6, bool interleaved=False) -> (Tensor q, Tensor k)";
+inline Rope check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                       const OptionalTensor& q_norm_weight, const OptionalTensor& k_norm_weight, double eps,
+                       bool interleaved) {
+  Arguments args("rope", "q", q);
+  Rope call;
+  const auto norm_weight = [&](const char* name, const OptionalTensor& weight, const char* all_heads) {
+    return args.parameter(name, weight, Arguments::given(weight) && weight->dim() == 2 ? all_heads : "D");
+  };
+  call.q.input = args.activation("q", q, "BTAD");
+  args.at_least_one('A', "q");
+  args.in_range("q", args['D'], 2, std::numeric_limits<int64_t>::max(), "its size of a head, D");
+  call.k.input = args.activation("k", k, "BTJD");
+  args.at_least_one('J', "k");
+  call.cos = args.angles("cos", cos, "BTR");
+  call.sin = args.angles("sin", sin, "BTR");
+  args.in_range("cos", args['R'], 1, args['D'] / 2, "the pairs of a head, R");
+  call.q.norm_weight = norm_weight("q_norm_weight", q_norm_weight, "AD");
+  call.k.norm_weight = norm_weight("k_norm_weight", k_norm_weight, "JD");
+  call.eps = args.not_negative("eps", eps);
+  call.interleaved = interleaved;
+  make_contiguous({&call.q.norm_weight, &call.k.norm_weight});
+  std::tie(call.B, call.T, call.D, call.R) = std::tuple(args['B'], args['T'], args['D'], args['R']);
+  std::tie(call.q.heads, call.k.heads) = std::tuple(args['A'], args['J']);
+  for (RopeHeads* heads : {&call.q, &call.k}) heads->output = args.output({call.B, heads->heads, call.T, call.D});
+  return call;
+}
+
+// q, k, v and mask are not copied, so they may have any strides. A broadcast mask has strides of 0.
+struct Attention {
+  Tensor q, k, v;
+  Tensor mask;   // undefined, or [B, A, T, S]: bool, or float32 or the dtype of q
+  Tensor sinks;  // undefined, or [A], contiguous: float32 or the dtype of q
+  int64_t B, A, J, T, S, D, V;
+  float scale, softcap;
+  bool causal;
+  int64_t window;  // 0: none; at most S
+  Tensor output;   // [B, T, A, V]
+
+  // Query t sees keys [first_key(t), last_key(t)), unless the mask excludes them.
+  int64_t first_key(int64_t t) const { return window > 0 ? std::max<int64_t>(S - T + t + 1 - window, 0) : 0; }
+  int64_t last_key(int64_t t) const { return causal ? std::clamp<int64_t>(S - T + t + 1, 0, S) : S; }
+
+  bool is_empty() const { return output.numel() == 0; }
+  Tensor outputs() const { return output; }
+};
+
+inline constexpr char schema_attention[] =
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? sinks=None, *, float? scale=None, "
+    "bool causal=False, int window=0, float softcap=0.0) -> Tensor";
+inline Attention check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                                 const OptionalTensor& sinks, std::optional<double> scale, bool causal, int64_t window,
+                                 double softcap) {
+  Arguments args("attention", "q", q);
+  Attention call;
+  call.q = args.activation("q", q, "BATD");
+  args.at_least_one('A', "q");
+  args.at_least_one('D', "q");
+  call.k = args.activation("k", k, "BJSD");
+  args.at_least_one('J', "k");
+  TORCH_CHECK(args['A'] % args['J'] == 0, args.prefix("k"), "expected J to be a divisor of A = ", args['A'], ", got ",
+              args['J']);
+  call.v = args.activation("v", v, "BJSV");
+  args.at_least_one('V', "v");
+  call.mask = args.mask("mask", mask, "BATS");
+  call.sinks = args.parameter("sinks", sinks, "A");
+  call.scale = args.finite("scale", scale.value_or(1 / std::sqrt(static_cast<double>(args['D']))));
+  TORCH_CHECK(window >= 0, args.prefix("window"), "expected a number >= 0, got ", window);
+  TORCH_CHECK(window == 0 || causal, args.prefix("window"), "expected 0 where causal is False, got ", window);
+  call.softcap = args.softcap("softcap", softcap);
+  call.causal = causal;
+  make_contiguous({&call.sinks});
+  std::tie(call.B, call.A, call.J) = std::tuple(args['B'], args['A'], args['J']);
+  std::tie(call.T, call.S, call.D, call.V) = std::tuple(args['T'], args['S'], args['D'], args['V']);
+  call.window = std::min(window, call.S);
+  call.output = args.output({call.B, call.T, call.A, call.V});
+  return call;
+}
+
+}  // namespace moe_metal
