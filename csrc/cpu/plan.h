@@ -22,8 +22,6 @@ constexpr int64_t kWorthTransposing = kVectorRegisters == 32 ? 32 : 10;
 // Packed rows: the most tokens for dot products with special instructions (x86/ and arm/).
 constexpr int64_t kFewTokens = 8;
 
-constexpr int64_t kWorthIntegerPanels = 7;
-
 // From how many tokens, or tokens per expert, on a processor's own products are offered to prepare all tokens.
 constexpr int64_t kWorthPreparing = 4;
 

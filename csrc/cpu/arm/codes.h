@@ -1,5 +1,5 @@
-// Unpacks numbers with NEON, sixteen at a time: one vector of bytes, or four of float. It reads no byte beyond the last
-// number.
+// Unpacks numbers with NEON, sixteen at a time: one vector of bytes, or four of float. No byte is read beyond that of
+// the last number.
 #pragma once
 #include <arm_neon.h>
 
@@ -9,10 +9,7 @@
 
 #include "cpu/vector/vec.h"
 
-namespace moe_metal {
-
-constexpr int64_t kSixteen = 16;
-using Sixteen = Vec[kSixteen / kLanes];
+namespace moe_metal::arm {
 
 // Converts bytes to floats. Each byte becomes the top byte of a word, which is converted with 24 fraction bits: two
 // instructions for four numbers. Widening them step by step takes two and a half.
@@ -64,39 +61,25 @@ template <int bits>
   return vandq_u8(vuzp1q_u8(half(0), half(1)), vdupq_n_u8((1 << bits) - 1));
 }
 
-// Integers of `bits` bits.
-template <int bits>
-struct Codes {
-  [[gnu::always_inline]] static void floats(const uint8_t* from, Sixteen& to) {
-    to_floats<false>(spread<bits>(from), to);
-  }
-};
+// Integers of `bits` bits, or e2m1.
+template <int bits, bool is_e2m1>
+[[gnu::always_inline]] inline void code_floats(const uint8_t* from, Sixteen& to) {
+  if constexpr (!is_e2m1) return to_floats<false>(spread<bits>(from), to);
+  // The upper byte of a float16 is enough to represent each value.
+  constexpr uint8x16_t kHigher = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
+                                  0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6};
+  const uint8x16_t bytes = vqtbl1q_u8(kHigher, spread<4>(from));
+  to_floats(vshll_n_u8(vget_low_u8(bytes), 8), vshll_high_n_u8(bytes, 8), to);
+}
 
-// e2m1: the upper byte of a float16 is enough to represent each value.
-struct E2m1Codes {
-  [[gnu::always_inline]] static void floats(const uint8_t* from, Sixteen& to) {
-    constexpr uint8x16_t kHigher = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
-                                    0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6};
-    const uint8x16_t bytes = vqtbl1q_u8(kHigher, spread<4>(from));
-    to_floats(vshll_n_u8(vget_low_u8(bytes), 8), vshll_high_n_u8(bytes, 8), to);
-  }
-};
+// Eight e4m3, shifted left by 7, as float16.
+[[gnu::always_inline]] inline uint16x8_t half_of_e4m3(int16x8_t shifted) {
+  const uint16x8_t half = vandq_u16(vreinterpretq_u16_s16(shifted), vdupq_n_u16(0xbf80));
+  return vorrq_u16(half, vandq_u16(vaddq_u16(half, vdupq_n_u16(0x80)), vdupq_n_u16(0x4000)));
+}
+[[gnu::always_inline]] inline void e4m3_floats(const uint8_t* from, Sixteen& to) {
+  const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(from));
+  to_floats(half_of_e4m3(vshll_n_s8(vget_low_s8(bytes), 7)), half_of_e4m3(vshll_high_n_s8(bytes, 7)), to);
+}
 
-// e4m3 as float16. Its exponent is wider, so subnormal numbers need no special case. The magnitude 127 is NaN: adding
-// 0x80 carries into a bit that marks it.
-class E4m3 {
- public:
-  static constexpr float kUnit = 256;  // the value of a number is kUnit times its float
-  [[gnu::always_inline]] static void floats(const uint8_t* from, Sixteen& to) {
-    const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(from));
-    to_floats(half(vshll_n_s8(vget_low_s8(bytes), 7)), half(vshll_high_n_s8(bytes, 7)), to);
-  }
-
- private:
-  [[gnu::always_inline]] static uint16x8_t half(int16x8_t shifted) {
-    const uint16x8_t half = vandq_u16(vreinterpretq_u16_s16(shifted), vdupq_n_u16(0xbf80));
-    return vorrq_u16(half, vandq_u16(vaddq_u16(half, vdupq_n_u16(0x80)), vdupq_n_u16(0x4000)));
-  }
-};
-
-}  // namespace moe_metal
+}  // namespace moe_metal::arm

@@ -8,7 +8,7 @@
 
 #include "cpu/arm/codes.h"
 
-namespace moe_metal {
+namespace moe_metal::arm {
 
 // 128 numbers. x86/integers.h explains digits and `rest`.
 struct Digits {
@@ -65,4 +65,4 @@ struct Digits {
   }
 };
 
-}  // namespace moe_metal
+}  // namespace moe_metal::arm

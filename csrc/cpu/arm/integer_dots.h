@@ -1,13 +1,22 @@
 // Products of weights of up to 8 bits with few tokens, on processors with sdot: every Mac with Apple silicon has it.
 //
-// Both are integers, as in x86/vnni.h. An instruction multiplies 16 weights by 16 digits of a token and adds up groups
-// of four, exactly. Only the sum of a group is rounded, so bfloat16 tokens lose no precision.
+// Both are integers. An instruction multiplies 16 weights by 16 digits of a token and adds up groups of four, exactly.
+// Only the sum of a group is rounded, so bfloat16 tokens lose no precision. Other processors have no such products.
 #pragma once
-#include "cpu/arm/digits.h"
-#include "cpu/plan.h"
 #include "cpu/weights/scaled_rows.h"
 
-namespace moe_metal {
+#ifndef MOE_METAL_HAS_DOTPROD
+namespace moe_metal::arm {
+template <int bits, bool is_e2m1>
+struct Integers;
+template <class Numbers>
+using IntegerDots = NoDots;
+}  // namespace moe_metal::arm
+#else
+#include "cpu/arm/digits.h"
+#include "cpu/plan.h"
+
+namespace moe_metal::arm {
 
 // Consecutive numbers without blocks: integer codes, or e2m1 times 2.
 template <int bits, bool kE2m1s>
@@ -27,8 +36,6 @@ struct Integers {
 template <class Numbers>
 class IntegerDots {
  public:
-  static constexpr bool kReadsScales = false;
-  static constexpr int64_t kRowsAtOnce = 1;
   static bool takes(const ScaledRows& rows, int64_t tokens) { return tokens <= kFewTokens && rows.columns > 0; }
   // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
@@ -75,11 +82,6 @@ class IntegerDots {
     const int64_t group = int64_t{1} << rows.shift;
     for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) sums[g] = sum_of(x + g * group, group);
     return (rest - chunks) * sizeof(Chunk) + rows.groups * sizeof(float);
-  }
-  static float sum_of(const float* x, int64_t columns) {
-    Vec all(0);
-    for (int64_t c = 0; c < columns; c += kLanes) all = all + Vec::loadu(x + c);
-    return sum(all);
   }
   static void lay_out(const Digits& all, int64_t place, Chunk& chunk) {
     std::memcpy(chunk.digits, all.digits, sizeof(chunk.digits));
@@ -233,4 +235,5 @@ class IntegerDots {
   PreparedTokenCache forms_;
 };
 
-}  // namespace moe_metal
+}  // namespace moe_metal::arm
+#endif

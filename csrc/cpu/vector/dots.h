@@ -281,9 +281,8 @@ class Panel {
       if constexpr (requires { from.transposed(column, [](int64_t, const Vec&) {}); }) {
         if (rows == kLanes) column = fill_transposed<V>(from, begin, end, to);
       }
-      if constexpr (requires { weight.loads_permuted(); }) {
-        if (rows == kLanes && weight.loads_permuted())
-          column = fill_permuted<V>(weight, from, column, end, to + (column - begin) * kRows);
+      if constexpr (requires(Sixteen& values) { from.sixteen(0, column, values); }) {
+        if (rows == kLanes) column = fill_by_sixteen<V>(from, column, end, to + (column - begin) * kRows);
       }
       for (; column < end; column += kLanes) {
         const int64_t columns = std::min(kLanes, end - column);
@@ -308,21 +307,19 @@ class Panel {
     }
     return column;
   }
-  template <int V, class Reader, class Rows>
-  static int64_t fill_permuted(const Reader& weight, const Rows& from, int64_t begin, int64_t end, float* to) {
-    constexpr int kAtOnce = Reader::kAtOnce;
-    const auto columns = weight.permuted_columns();
+  template <int V, class Rows>
+  static int64_t fill_by_sixteen(const Rows& from, int64_t begin, int64_t end, float* to) {
     int64_t column = begin;
-    for (; column + kAtOnce * kLanes <= end; column += kAtOnce * kLanes, to += kAtOnce * kLanes * V * kLanes) {
-      Vec tiles[kAtOnce][kLanes];
+    for (; column + kSixteen <= end; column += kSixteen) {
+      Vec tiles[kSixteen / kLanes][kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
-        Vec some[kAtOnce];
-        from.load_permuted(i, column, some);
-        for (int v = 0; v < kAtOnce; ++v) tiles[v][i] = some[v];
+        Sixteen values;
+        from.sixteen(i, column, values);
+        for (int64_t v = 0; v < kSixteen / kLanes; ++v) tiles[v][i] = values[v];
       }
-      for (int v = 0; v < kAtOnce; ++v) {
-        transpose(tiles[v]);
-        for (int64_t i = 0; i < kLanes; ++i) store(to + columns[v * kLanes + i] * V * kLanes, tiles[v][i], Whole());
+      for (auto& tile : tiles) {
+        transpose(tile);
+        for (int64_t i = 0; i < kLanes; ++i, to += V * kLanes) store(to, tile[i], Whole());
       }
     }
     return column;

@@ -20,6 +20,9 @@ namespace moe_metal {
 
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
+// 16 columns, which readers of packed weights unpack together.
+constexpr int64_t kSixteen = 16;
+using Sixteen = Vec[kSixteen / kLanes];
 
 // The count of a whole vector. Since it is a compile-time constant, it needs no branch and no mask.
 using Whole = std::integral_constant<int64_t, kLanes>;

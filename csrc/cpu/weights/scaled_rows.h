@@ -26,8 +26,8 @@ struct ScaledRows {
   int64_t groups;  // of a row
   int shift;       // of a column, to its group
 
-  // Prefetching. First `left` more rows from `data` on are read, then those at `next`. While R rows are multiplied, the
-  // R rows that are later(R) rows ahead are prefetched line by line, which keeps the number of loads in flight
+  // Prefetching. First `left` more rows from `data` on are read, then those at `next`. While R rows are multiplied, R
+  // rows later on (distance later(R)) are prefetched, a cache line at a time, which keeps the number of loads in flight
   // constant. Remaining single rows prefetch at the same distance, so that no row is left out.
   int64_t left;
   const uint8_t* next;
@@ -66,16 +66,14 @@ inline float sum_of(const float* x, int64_t columns) {
 inline bool all_finite(const float* values, int64_t count) {
   Vec differences(0);  // becomes NaN if a value is not finite
   for_each_vector(count, [&](int64_t i, auto n) {
-    const Vec some = load(values + i, n);
-    differences = differences + (some - some);
+    const Vec vec = load(values + i, n);
+    differences = differences + (vec - vec);
   });
   return sum(differences) == 0;
 }
 
-// Products with special instructions, where a format or a processor has none.
+// Dot products with special instructions, where a format or a processor has none.
 struct NoDots {
-  static constexpr int64_t kRowsAtOnce = 1;
-  static constexpr bool kReadsScales = false;
   static bool takes(const ScaledRows&, int64_t) { return false; }
   void operator()(const ScaledRows&, const Tokens&) {}
 };
@@ -110,7 +108,7 @@ class PreparedTokenCache {
   void forget_if_full() {
     if (bytes_ > kBytes) forms_.clear(), bytes_ = 0;
   }
-  // Of all tokens that begin with the same one, only those of the last call are in the cache.
+  // The key is the address of the first token. A new call with it replaces the entry.
   template <class Make>
   const char* find(const float* const* x, int64_t count, int64_t bytes, Make&& make) {
     Form& form = forms_[reinterpret_cast<uintptr_t>(*x)];

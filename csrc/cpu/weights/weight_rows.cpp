@@ -6,6 +6,7 @@
 #include "cpu/formats/e4m3.h"
 #include "cpu/formats/ggml_32.h"
 #include "cpu/formats/ggml_k.h"
+#include "cpu/processor_ways.h"
 
 namespace moe_metal {
 
@@ -42,55 +43,56 @@ std::unique_ptr<WeightRows> dense_rows(const Weight& weight, bool) {
              [&](auto scalar) { rows = std::make_unique<DenseRows<decltype(scalar)>>(weight); });
   return rows;
 }
-std::unique_ptr<PackedStrip> no_strip(const Weight&) { return nullptr; }
-std::unique_ptr<PreparedTokens> no_tokens(const Weight&, const Tensor&) { return nullptr; }
+
+template <class Read>
+std::unique_ptr<WeightRows> packed(const Weight& weight, bool bfloat16) {
+  return packed_rows<Read>(weight, bfloat16);
+}
 
 struct Maker {
+  std::string_view format;
   std::unique_ptr<WeightRows> (*rows)(const Weight&, bool);
-  std::unique_ptr<PackedStrip> (*strip)(const Weight&);
-  std::unique_ptr<PreparedTokens> (*tokens)(const Weight&, const Tensor&);
 };
-template <class Read>
-constexpr Maker kPacked = {packed_rows<Read>, packed_strip<Read>, tokens_for_rows<Read>};
-
-// In the order of kFormats.
 constexpr Maker kMakers[] = {
-    {dense_rows, no_strip, no_tokens},
-    kPacked<Affine<2>>,
-    kPacked<Affine<3>>,
-    kPacked<Affine<4>>,
-    kPacked<Affine<5>>,
-    kPacked<Affine<6>>,
-    kPacked<Affine<8>>,
-    kPacked<E2m1>,        // mxfp4
-    kPacked<E4m3Blocks>,  // fp8
-    kPacked<E4m3Groups>,  // mxfp8
-    kPacked<E2m1>,        // nvfp4
-    kPacked<Blocks<Q4_0>>,
-    kPacked<Blocks<Q4_1>>,
-    kPacked<Blocks<Q5_0>>,
-    kPacked<Blocks<Q5_1>>,
-    kPacked<Blocks<Q8_0>>,
-    kPacked<Blocks<Q2_K>>,
-    kPacked<Blocks<Q3_K>>,
-    kPacked<Blocks<Q4_K>>,
-    kPacked<Blocks<Q5_K>>,
-    kPacked<Blocks<Q6_K>>,
-    kPacked<Blocks<Iq4Nl>>,
-    kPacked<Blocks<Iq4Xs>>,
-    kPacked<Blocks<GgmlMxfp4>>,
+    {"dense", dense_rows},
+    {"affine2", packed<Affine<2>>},
+    {"affine3", packed<Affine<3>>},
+    {"affine4", packed<Affine<4>>},
+    {"affine5", packed<Affine<5>>},
+    {"affine6", packed<Affine<6>>},
+    {"affine8", packed<Affine<8>>},
+    {"mxfp4", packed<E2m1>},
+    {"fp8", packed<E4m3Blocks>},
+    {"mxfp8", packed<E4m3Groups>},
+    {"nvfp4", packed<E2m1>},
+    {"q4_0", packed<Blocks<Q4_0>>},
+    {"q4_1", packed<Blocks<Q4_1>>},
+    {"q5_0", packed<Blocks<Q5_0>>},
+    {"q5_1", packed<Blocks<Q5_1>>},
+    {"q8_0", packed<Blocks<Q8_0>>},
+    {"q2_k", packed<Blocks<Q2_K>>},
+    {"q3_k", packed<Blocks<Q3_K>>},
+    {"q4_k", packed<Blocks<Q4_K>>},
+    {"q5_k", packed<Blocks<Q5_K>>},
+    {"q6_k", packed<Blocks<Q6_K>>},
+    {"iq4_nl", packed<Blocks<Iq4Nl>>},
+    {"iq4_xs", packed<Blocks<Iq4Xs>>},
+    {"ggml_mxfp4", packed<Blocks<GgmlMxfp4>>},
 };
-static_assert(std::size(kMakers) == kFormatCount, "one for each row of the table");
-const Maker& maker_of(const Weight& weight) { return kMakers[weight.format - kFormats]; }
+static_assert(in_order_of_formats(kMakers));
 
 }  // namespace
 
 std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16) {
-  return maker_of(weight).rows(weight, bfloat16);
+  if (const auto make = processor_ways().rows) {
+    if (auto rows = make(weight, bfloat16)) return rows;
+  }
+  return kMakers[weight.format - kFormats].rows(weight, bfloat16);
 }
-std::unique_ptr<PackedStrip> strip_of(const Weight& weight) { return maker_of(weight).strip(weight); }
+
 std::unique_ptr<PreparedTokens> prepare_tokens(const Weight& weight, const Tensor& x) {
-  return maker_of(weight).tokens(weight, x);
+  const auto prepare = processor_ways().tokens;
+  return prepare ? prepare(weight, x) : nullptr;
 }
 
 }  // namespace moe_metal

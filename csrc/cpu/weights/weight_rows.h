@@ -1,16 +1,16 @@
 // Rows of a weight in any format and their products, behind one interface. experts, linear and dequantize use it, so
 // that they need not be compiled for each format.
 #pragma once
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <optional>
+#include <string_view>
 
 #include "cpu/vector/dots.h"
 #include "weight.h"
 
 namespace moe_metal {
-
-struct TokenTiles;
-struct WeightTiles;
 
 // A range of rows of one expert, which may be empty.
 struct RowRange {
@@ -35,36 +35,22 @@ std::unique_ptr<WeightRows> rows_of(const Weight& weight, bool bfloat16 = false)
 // Returns null if that is not faster on this processor, or not in this format.
 std::unique_ptr<PreparedTokens> prepare_tokens(const Weight& weight, const Tensor& x);
 
-// Every `step`th row of one expert from `first` on: up to 16 rows, or none.
-struct StripRows {
-  int64_t expert = 0, first = 0, step = 1, count = 0;
-  int64_t span() const { return (count - 1) * step + 1; }
-};
-
-// Converts a strip of packed rows to tiles of bfloat16, whose layout is described in x86/tiles.h. Each thread has its
-// own.
-class PackedStrip {
+// Rows of packed weights, which have another product for results that are not finite.
+class PackedProducts : public WeightRows {
  public:
-  virtual ~PackedStrip() = default;
-  // Sets the strip for pack(), and the one after it, which is prefetched meanwhile.
-  virtual void start(const StripRows& strip, const StripRows& next) = 0;
-  // Converts some columns, to the layout of pack_rows(): whole groups of columns, or part of one.
-  virtual void pack(int64_t first, int64_t columns, at::BFloat16* to) = 0;
-  // Multiplies two groups of tokens, or two and a half, by the strip, which is converted to `to` meanwhile. The last
-  // blocks of the strip stay there, or all without a ring. -> false if the strip does not allow that; nothing is done
-  // then.
-  virtual bool multiply(const WeightTiles& to, const TokenTiles& groups, float (*c)[16][16]) = 0;
+  // The product without other ways: each number is scaled before it is multiplied.
+  virtual void scaled_first(const RowRange& rows, const Tokens& tokens) = 0;
 };
 
-// Returns null for dense weights, which are read in place.
-std::unique_ptr<PackedStrip> strip_of(const Weight& weight);
+// The rows in one format, for its reader. MOE_METAL_ROWS_OF compiles it in one of formats/*_rows.cpp.
+template <class Read>
+std::unique_ptr<PackedProducts> packed_rows(const Weight& weight, bool bfloat16);
 
-// For one format's reader, which MOE_METAL_ROWS_OF compiles in one of formats/*_rows.cpp.
-template <class Read>
-std::unique_ptr<WeightRows> packed_rows(const Weight& weight, bool bfloat16);
-template <class Read>
-std::unique_ptr<PackedStrip> packed_strip(const Weight& weight);
-template <class Read>
-std::unique_ptr<PreparedTokens> tokens_for_rows(const Weight& weight, const Tensor& x);
+// Whether a table has a row for each format, in the order of kFormats.
+template <class Row, size_t N>
+constexpr bool in_order_of_formats(const Row (&rows)[N]) {
+  const auto is_same = [](const Row& row, const Format& format) { return row.format == format.library; };
+  return std::equal(std::begin(rows), std::end(rows), std::begin(kFormats), std::end(kFormats), is_same);
+}
 
 }  // namespace moe_metal

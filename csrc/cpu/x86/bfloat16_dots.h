@@ -17,7 +17,7 @@ class BFloat16Dots : public IntegerDots<Numbers> {
   using Base::kReadsScales;
   static constexpr bool kExists = Numbers::kMiddle <= 16;  // so numbers are below 32, the size of the table
   static bool takes(const ScaledRows& rows, int64_t tokens) {
-    return Base::takes(rows, tokens, bfloat16_is_fast() ? kTokensByRows : kFewTokens);
+    return bfloat16_is_fast() ? Base::takes(rows, tokens, kTokensByRows) : Base::takes(rows, tokens);
   }
   // The result of a token with tiny numbers is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
@@ -227,5 +227,8 @@ class BFloat16Dots : public IntegerDots<Numbers> {
 
   PreparedTokenCache forms_;
 };
+
+template <class Numbers>
+using FewDots = std::conditional_t<BFloat16Dots<Numbers>::kExists, BFloat16Dots<Numbers>, IntegerDots<Numbers>>;
 
 }  // namespace moe_metal

@@ -122,9 +122,9 @@ struct Floats {
 template <int Group>
 class E4m3Dots {
  public:
-  static constexpr int64_t kRowsAtOnce = 1;
   static constexpr bool kReadsScales = false;
-  static bool takes(const ScaledRows&, int64_t tokens) { return vbmi_available() && tokens <= kFewTokens; }
+  static bool available() { return vbmi_available(); }
+  static bool takes(const ScaledRows&, int64_t tokens) { return available() && tokens <= kFewTokens; }
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     // On an Emerald Rapids `linear` with floats takes 0.97, 0.85, 0.81 and 0.77 of the time for one to four tokens, but
     // experts with one token, which wait for memory, 1.02 to 1.06 of the time.

@@ -106,7 +106,7 @@ class GateUpTiles {
     for (int64_t row = first; row < end; row += kRows) {
       bias_.emplace_back(call_, expert, row, std::min(kRows, call_.I - row));
       for (int64_t half = 0; half < kRows; half += kTile) {
-        const StripRows rows = tile_row(which, row + half), next = after(which, row + half);
+        const TileRowRange rows = tile_row(which, row + half), next = after(which, row + half);
         weight_.read(tile_rows++, rows, next);
         weight_.read(tile_rows++, up_of(rows), up_of(next));
       }
@@ -125,15 +125,15 @@ class GateUpTiles {
     weight_.read_transposed(0, expert, first, count, 1);
     weight_.read_transposed(1, expert, first + call_.up_row_offset, count, 1);
   }
-  StripRows tile_row(int64_t which, int64_t row) const {
+  TileRowRange tile_row(int64_t which, int64_t row) const {
     return {slots_.experts[which], row * call_.row_stride, call_.row_stride,
             std::clamp<int64_t>(call_.I - row, 0, kTile)};
   }
-  StripRows after(int64_t which, int64_t row) const {
+  TileRowRange after(int64_t which, int64_t row) const {
     if (row + kTile < call_.I) return tile_row(which, row + kTile);
-    return which + 1 < slots_.used() ? tile_row(which + 1, 0) : StripRows();
+    return which + 1 < slots_.used() ? tile_row(which + 1, 0) : TileRowRange();
   }
-  StripRows up_of(StripRows gate) const {
+  TileRowRange up_of(TileRowRange gate) const {
     gate.first += call_.up_row_offset;
     return gate;
   }
@@ -182,9 +182,9 @@ class DownTiles {
     int64_t tile_rows = 0;
     for (int64_t row = first; row < end; row += kRows) {
       for (int64_t half = 0; half < kRows; half += kTile) {
-        const StripRows next = row + kRows < end           ? tile_row(which, row + kRows + half)
-                               : which + 1 < slots_.used() ? tile_row(which + 1, first + half)
-                                                           : StripRows();
+        const TileRowRange next = row + kRows < end           ? tile_row(which, row + kRows + half)
+                                  : which + 1 < slots_.used() ? tile_row(which + 1, first + half)
+                                                              : TileRowRange();
         weight_.read(tile_rows++, tile_row(which, row + half), next);
       }
     }
@@ -196,7 +196,7 @@ class DownTiles {
                      });
   }
 
-  StripRows tile_row(int64_t which, int64_t row) const {
+  TileRowRange tile_row(int64_t which, int64_t row) const {
     return {slots_.experts[which], row, 1, std::clamp<int64_t>(call_.H - row, 0, kTile)};
   }
 

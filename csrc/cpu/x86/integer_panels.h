@@ -142,8 +142,8 @@ class TokenChunks final : public PreparedTokens {
 
 // 128 columns of 32 rows of codes, four columns at a time, and the scales of these columns.
 struct alignas(64) CodePanel {
-  static constexpr int64_t kSteps = TokenChunk::kColumns / 4, kStrips = 2, kPanelRows = kStrips * kTile;
-  uint8_t codes[kSteps][kStrips][kTile][4];
+  static constexpr int64_t kSteps = TokenChunk::kColumns / 4, kTileRows = 2, kPanelRows = kTileRows * kTile;
+  uint8_t codes[kSteps][kTileRows][kTile][4];
 };
 
 [[gnu::always_inline]] inline __m512i four_digits(const int8_t* digits, int64_t step) {
@@ -162,7 +162,7 @@ struct alignas(64) CodePanel {
 template <int N, bool has_offset>
 [[MOE_METAL_VNNI]] inline void multiply_panel(const CodePanel& panel, const float* scales, const float* offsets,
                                               int64_t groups, const TokenChunk* const* x, float* const* out) {
-  constexpr int S = CodePanel::kStrips, kUnrolled = 4;  // steps; without, compilers copy the sums in each step
+  constexpr int S = CodePanel::kTileRows, kUnrolled = 4;  // steps; without, compilers copy the sums in each step
   const int64_t steps = CodePanel::kSteps / groups;
   __m512 sums[N][S];
   MOE_METAL_UNROLL for (int i = 0; i < N * S; ++i) sums[i / S][i % S] = _mm512_setzero_ps();
@@ -204,6 +204,12 @@ template <int N, bool has_offset>
     }
   }
 }
+
+// For formats that have none.
+struct NoPanels {
+  static std::unique_ptr<PreparedTokens> prepare(const Weight&, const Tensor&) { return nullptr; }
+  void operator()(const ScaledRows&, const Tokens&) {}
+};
 
 template <class Numbers>
 class IntegerPanels {
@@ -272,8 +278,8 @@ class IntegerPanels {
       room_ = kMostPanels * scales_of_panel_;
       scales_ = scratch<float>(room_), offsets_ = scratch<float>(room_);
     }
-    for (int64_t strip = 0; strip < block.panels * kPanelRows; strip += kTile) {
-      const int64_t row = block.first + strip, to = strip / kPanelRows * scales_of_panel_ + strip % kPanelRows;
+    for (int64_t tile_row = 0; tile_row < block.panels * kPanelRows; tile_row += kTile) {
+      const int64_t row = block.first + tile_row, to = tile_row / kPanelRows * scales_of_panel_ + tile_row % kPanelRows;
       for (int64_t g = 0; g < scales_of_panel_ / kPanelRows; g += kTile) {
         const auto mask = static_cast<__mmask16>((1u << std::clamp<int64_t>(rows.groups - g, 0, kTile)) - 1);
         __m512i scales[kTile], offsets[kTile];
@@ -298,10 +304,10 @@ class IntegerPanels {
   void fill(const ScaledRows& rows, const Block& block, int64_t chunk) {
     constexpr int64_t kBytes = kColumns * Numbers::kBytes / Numbers::kColumns;
     const bool last = (chunk + 1) * kColumns >= rows.columns;
-    for (int64_t strip = 0; strip < block.panels * CodePanel::kStrips; ++strip) {
+    for (int64_t tile_row = 0; tile_row < block.panels * CodePanel::kTileRows; ++tile_row) {
       __m512i lanes[2][kTile] = {};
       for (int64_t r = 0; r < kTile; ++r) {
-        const int64_t row = block.first + strip * kTile + r;
+        const int64_t row = block.first + tile_row * kTile + r;
         if (row >= rows.rows) break;
         const uint8_t* data = rows.data + row * rows.row;
         const uint8_t* ahead = last ? rows.ahead(row + block.panels * kPanelRows) : data + (chunk + 1) * kBytes;
@@ -310,11 +316,11 @@ class IntegerPanels {
         Numbers::unpack(data, chunk, rows.columns, numbers);
         lanes[0][r] = numbers[0], lanes[1][r] = numbers[1];
       }
-      CodePanel& panel = panels_[strip / CodePanel::kStrips];
+      CodePanel& panel = panels_[tile_row / CodePanel::kTileRows];
       for (int64_t half = 0; half < 2; ++half) {
         transpose(lanes[half]);
         for (int64_t i = 0; i < kTile; ++i) {
-          _mm512_store_si512(panel.codes[2 * i + half][strip % CodePanel::kStrips], lanes[half][kLanesInOrder[i]]);
+          _mm512_store_si512(panel.codes[2 * i + half][tile_row % CodePanel::kTileRows], lanes[half][kLanesInOrder[i]]);
         }
       }
     }

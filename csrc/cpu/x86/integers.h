@@ -2,14 +2,15 @@
 #pragma once
 #include <algorithm>
 
-#include "cpu/formats/codes.h"
+#include "cpu/vector/bytes.h"
 #include "cpu/weights/scaled_rows.h"
+#include "cpu/x86/processor.h"
 
 namespace moe_metal {
 
 // 128 numbers of a token as multiples of a power of two (the unit), in three digits of base 256. A unit is at most
-// 2^-22 of the largest number that shares it. Weights may be 0 for the largest numbers, so the part of the others that
-// the digits cannot represent matters, if it is of many numbers. It is kept in `rest`, which gets separate digits.
+// 2^-22 of the largest number that shares it. If a weight is 0 where the token is largest, the small numbers decide.
+// What three digits cannot hold of them is kept in `rest`, if it is of many numbers, and `rest` gets separate digits.
 struct alignas(64) Digits {
   static constexpr int64_t kColumns = 128, kCount = 3;
 
@@ -49,12 +50,6 @@ struct alignas(64) Digits {
     std::memset(digits, 0, sizeof(digits));
     std::fill_n(units, 16, 0.0f);
     whole = two = true;
-  }
-
-  // Reorders 64 bytes: the even ones, then the odd ones.
-  static __m512i even_then_odd(__m512i bytes) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(bytes)),
-                              _mm512_cvtepi16_epi8(_mm512_srli_epi16(bytes, 8)), 1);
   }
 
   // The least powers of two above non-negative numbers, and the next for numbers that digits of up to 127 could not
@@ -225,21 +220,7 @@ struct Integers {
     if constexpr (bits == 4) {
       split(load(from, left), to);
     } else {
-      __m512i all[2];
-      tiles(from, left, all);
-      halves_of_16(all[0], all[1], to);
-    }
-  }
-  // 128 columns from `from` on, 64 in each vector: with 4 bits the even ones first, otherwise in their order. Those
-  // from `left` on have code 0.
-  [[gnu::always_inline]] static inline void tiles(const uint8_t* from, int64_t left, __m512i (&to)[2]) {
-    if constexpr (bits == 4) {
-      __m512i numbers[2];
-      split(load(from, left), numbers);
-      to[0] = _mm512_shuffle_i64x2(numbers[0], numbers[1], 0x44);
-      to[1] = _mm512_shuffle_i64x2(numbers[0], numbers[1], 0xee);
-    } else {
-      to[0] = in_order(from, left), to[1] = in_order(from + 8 * bits, left - 64);
+      halves_of_16(in_order(from, left), in_order(from + 8 * bits, left - 64), to);
     }
   }
 

@@ -57,7 +57,7 @@ class LinearTiles {
   }
 
  private:
-  StripRows tile_row(int64_t row) const { return {0, row, 1, std::clamp<int64_t>(call_.N - row, 0, kTile)}; }
+  TileRowRange tile_row(int64_t row) const { return {0, row, 1, std::clamp<int64_t>(call_.N - row, 0, kTile)}; }
 
   void write(int64_t token, int64_t row, const float* values) const {
     auto* to = call_.output.mutable_data_ptr<at::BFloat16>() + token * call_.N + row;

@@ -25,15 +25,11 @@ inline bool integer_panels_are_fast() { return vnni_available() && !tiles_availa
 // Packed rows: from how many tokens on IntegerPanels are used. On two cores of an Ice Lake at T = 128 (8 tokens per
 // expert), 4-bit affine takes 61 to 84 ms and 109 to 114 without them, q4_k 72 to 96 and 97 to 150, q8_0 76 to 112 and
 // 101 to 152; at T = 64 there is no difference. `linear` of 4096 x 2048 takes 1.0 to 1.9 ms at T = 8 either way.
+constexpr int64_t kWorthIntegerPanels = 7;
 // From how many tokens on four panels are multiplied by the same few tokens, because the tokens of a product no longer
 // stay in the L1 cache from one panel to the next. At T = 4096 (256 tokens per expert) affine4 takes 0.81 of the time,
 // mxfp4 0.78 and q6_k 0.83 (an Intel, AMX switched off). At T = 128 affine4 and q6_k took 1.08 and 1.06.
 constexpr int64_t kWorthPanelsTogether = 64;
-
-// Packed rows: from how many tokens on AMX's integer tiles are used. Dot products read weights once for up to four.
-// With AMX from three tokens on, experts at T = 32 take 1.13 times as long in mxfp4, 1.07 in 4- and 8-bit affine, and
-// as long in q4_k and q8_0.
-constexpr int64_t kWorthIntegerTiles = 5;
 
 // Whether BFloat16Dots multiplies up to about 12 tokens fast by weights of this format. Affine codes of 2, 3 and 5 bits
 // take more time to unpack, and were not measured; the numbers of iq4 have 8 bits.

@@ -33,13 +33,12 @@ inline bool vnni_available() {
   return available;
 }
 
-// AMX for bfloat16 and int8: available if the processor has it and Linux lets this process use it.
+// AMX for bfloat16: available if the processor has it and Linux lets this process use it.
 #define MOE_METAL_AMX gnu::target("amx-tile,amx-bf16")
-#define MOE_METAL_AMX_INTEGERS gnu::target("amx-tile,amx-int8,avx512vnni")
 inline bool amx_available() {
   static const bool available = [] {
     unsigned a, b, c, d;
-    constexpr unsigned kAll = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+    constexpr unsigned kAll = 1u << 22 | 1u << 24;  // AMX-BF16, AMX-TILE
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

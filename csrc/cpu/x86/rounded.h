@@ -2,8 +2,8 @@
 #pragma once
 #include <bit>
 
-#include "cpu/formats/e4m3.h"
 #include "cpu/x86/e4m3_dots.h"
+#include "cpu/x86/formats/codes.h"
 #include "cpu/x86/tiles.h"
 
 namespace moe_metal {
@@ -19,13 +19,12 @@ template <class Read>
 class Rounded {
  public:
   // Prepares the conversion of rows with these scales, if it needs that. -> whether they can be converted
-  static bool prepare(const Read&, const float*, int64_t, int64_t, int64_t) { return true; }
+  static bool prepare(const float*, int64_t, int64_t, int64_t) { return true; }
   // Writes N blocks from a column on to N tiles. `scale` and `offset` are those of the first column; Group columns
   // share one (64 means at least 64).
   template <int N, int Group>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read& read, const uint8_t* row, int64_t column,
-                                                           const float* scale, const float* offset,
-                                                           at::BFloat16* to) const {
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const uint8_t* row, int64_t column, const float* scale,
+                                                           const float* offset, at::BFloat16* to) const {
     Vec scales[2 * N], offsets[2 * N];  // of each 16 columns
     MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) {
       scales[i] = Vec(scale[i * kLanes / Group]), offsets[i] = Vec(offset[i * kLanes / Group]);
@@ -35,16 +34,16 @@ class Rounded {
     if constexpr (looks_up(Group)) {
       __m512i values;
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n, column += kDepth) {
-        if (n == 0 || Group <= kDepth) values = table<Group>(read, scales + 2 * n, offsets + 2 * n);
-        const __m512i words = read.words(row, column);
+        if (n == 0 || Group <= kDepth) values = table<Group>(scales + 2 * n, offsets + 2 * n);
+        const __m512i words = Read::words(row, column);
         out[n] = _mm512_permutexvar_epi16(Group < kDepth ? with_half(words) : words, values);
       }
     } else {
       Vec codes[2 * N];
-      if constexpr (requires { read.vectors(row, column, codes); }) {
-        read.vectors(row, column, codes);
+      if constexpr (requires { Read::vectors(row, column, codes); }) {
+        Read::vectors(row, column, codes);
       } else {
-        MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) codes[i] = read(row, column + i * kLanes, Whole());
+        MOE_METAL_UNROLL for (int i = 0; i < 2 * N; ++i) codes[i] = Read::vector(row, column + i * kLanes, Whole());
       }
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) out[n] = scaled(codes + 2 * n, scales + 2 * n, offsets + 2 * n);
     }
@@ -62,18 +61,17 @@ class Rounded {
     return both(scaled(codes[0], scales[0], offsets[0]), scaled(codes[1], scales[1], offsets[1]));
   }
   static constexpr bool looks_up(int group) {
-    return requires(const Read& read) { read.words(nullptr, 0); } && (kFewBits || group >= kDepth);
+    return requires { Read::words(nullptr, 0); } && (kFewBits || group >= kDepth);
   }
   // The table has 32 values, of which only the first 16 are computed if the others are the same; or 16 for each half of
   // the columns if the halves have different scales.
   template <int Group>
-  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i table(const Read& read, const Vec* scales,
-                                                                     const Vec* offsets) {
+  [[MOE_METAL_BF16, gnu::always_inline]] static inline __m512i table(const Vec* scales, const Vec* offsets) {
     if constexpr (kFewBits && Group >= kDepth) {
-      const __m256bh half = _mm512_cvtneps_pbh(scaled(read.values(0), scales[0], offsets[0]));
+      const __m256bh half = _mm512_cvtneps_pbh(scaled(Read::values(0), scales[0], offsets[0]));
       return _mm512_broadcast_i64x4(reinterpret_cast<__m256i>(half));
     }
-    const Vec codes[2] = {read.values(0), read.values(Group < kDepth ? 0 : 1)};
+    const Vec codes[2] = {Read::values(0), Read::values(Group < kDepth ? 0 : 1)};
     return scaled(codes, scales, offsets);
   }
   // Bit 4 is the half of the columns that a code is in.
@@ -92,10 +90,10 @@ template <int N>
 
 // mxfp8: scales are powers of two, which are added to the exponents.
 template <>
-class Rounded<E4m3Groups> {
+class Rounded<x86::E4m3Groups> {
  public:
   // The products must be normal numbers.
-  bool prepare(const E4m3Groups&, const float* scales, int64_t rows, int64_t step, int64_t groups) {
+  bool prepare(const float* scales, int64_t rows, int64_t step, int64_t groups) {
     constexpr uint32_t kOne = 127, kRange = 9;  // the exponent of 1; magnitudes are below 2^kRange and above 2^-kRange
     scales_ = scales;
     exponents_.resize((rows - 1) * step + groups);
@@ -110,8 +108,8 @@ class Rounded<E4m3Groups> {
     return least > kRange && most < 2 * kOne - kRange;
   }
   template <int N, int Group>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const E4m3Groups&, const uint8_t* row, int64_t column,
-                                                           const float* scale, const float*, at::BFloat16* to) const {
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const uint8_t* row, int64_t column, const float* scale,
+                                                           const float*, at::BFloat16* to) const {
     static_assert(Group == kDepth);
     const uint32_t* exponents = exponents_.data() + (scale - scales_);
     __m512i out[2];
@@ -131,27 +129,26 @@ class Rounded<E4m3Groups> {
   std::vector<uint32_t> exponents_;  // of the scales, in the place of a bfloat16's, twice
 };
 
-// fp8: a table of scaled magnitudes for each 128 columns. 128 rows share them, so most strips find theirs prepared.
-template <class Read>
-  requires Read::kScalesAreRare
-class Rounded<Read> {
+// fp8: a table of scaled magnitudes for each 128 columns. 128 rows share them, so most tile rows find theirs prepared.
+template <>
+class Rounded<x86::E4m3Blocks> {
  public:
   // The rows must have the same scales.
-  bool prepare(const Read& read, const float* scales, int64_t rows, int64_t step, int64_t groups) {
+  bool prepare(const float* scales, int64_t rows, int64_t step, int64_t groups) {
     for (int64_t r = 1; r < rows; ++r) {
       if (std::memcmp(scales + r * step, scales, groups * sizeof(float)) != 0) return false;
     }
     tables_.resize(groups);
     for (int64_t g = 0; g < groups; ++g) {
-      if (tables_[g].scale != std::bit_cast<uint32_t>(scales[g])) tables_[g] = table(read, scales[g]);
+      if (tables_[g].scale != std::bit_cast<uint32_t>(scales[g])) tables_[g] = table(scales[g]);
     }
     return true;
   }
   template <int N, int Group>
-  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const Read&, const uint8_t* row, int64_t column,
-                                                           const float*, const float*, at::BFloat16* to) const {
+  [[MOE_METAL_BF16, gnu::always_inline]] inline void write(const uint8_t* row, int64_t column, const float*,
+                                                           const float*, at::BFloat16* to) const {
     __m512i out[2];
-    tables_[column / Read::kGroup].numbers(in_order<N>(row + column), out);
+    tables_[column / x86::E4m3Blocks::kGroup].numbers(in_order<N>(row + column), out);
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) _mm512_storeu_si512(to + n * kTileSize, out[n]);
   }
 
@@ -161,12 +158,13 @@ class Rounded<Read> {
     int64_t scale = -1;  // its bits
   };
 
-  [[MOE_METAL_BF16]] static Table table(const Read& read, float scale) {
+  [[MOE_METAL_BF16]] static Table table(float scale) {
     alignas(64) at::BFloat16 magnitudes[128];
     uint8_t codes[kDepth];
     for (int first = 0; first < 128; first += kDepth) {
       for (int i = 0; i < kDepth; ++i) codes[i] = static_cast<uint8_t>(first + i);
-      const Vec low = read(codes, 0, Whole()) * Vec(scale), high = read(codes, kLanes, Whole()) * Vec(scale);
+      const Vec low = E4m3::vector(codes, Whole()) * Vec(scale),
+                high = E4m3::vector(codes + kLanes, Whole()) * Vec(scale);
       _mm512_store_si512(magnitudes + first, both(low, high));
     }
     return {EightBits(magnitudes), std::bit_cast<uint32_t>(scale)};

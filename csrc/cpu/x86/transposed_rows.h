@@ -3,7 +3,7 @@
 #include <array>
 #include <vector>
 
-#include "cpu/weights/weight_rows.h"
+#include "cpu/x86/packed_tile_row.h"
 #include "cpu/x86/tiles.h"
 
 namespace moe_metal {
@@ -28,7 +28,7 @@ class TransposedRows {
       }
     }
   }
-  bool contain(const StripRows& tile_row) const {
+  bool contain(const TileRowRange& tile_row) const {
     return tile_row.expert == expert_ && tile_row.step == step_ && first_ <= tile_row.first &&
            tile_row.first < first_ + count_;
   }

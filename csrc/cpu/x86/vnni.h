@@ -12,17 +12,18 @@ namespace moe_metal {
 template <class Numbers>
 class IntegerDots {
  public:
-  static constexpr int64_t kRowsAtOnce = 1;
   static constexpr bool kReadsScales = Numbers::kScalesOfLanes;  // from the blocks, so ScaledRows need not have them
   static constexpr bool kReadsOffsets = kReadsScales && Numbers::kOffset;
-  static bool takes(const ScaledRows& rows, int64_t tokens, int64_t most = kFewTokens) {
-    return integers_available<Numbers>() && tokens <= most && rows.columns > 0;
+  static bool available() { return integers_available<Numbers>(); }
+  // With AMX more tokens are multiplied, since there are no IntegerPanels then.
+  static bool takes(const ScaledRows& rows, int64_t tokens) {
+    return takes(rows, tokens, amx_available() ? kTokensByRows : kFewTokens);
   }
   // The result of a token without digits is NaN.
   void operator()(const ScaledRows& rows, const Tokens& tokens) {
     const int64_t chunks = at::divup(rows.columns, kColumns);
     const int64_t bytes = at::divup(2 * chunks * sizeof(Chunk) + sums_of(rows) * sizeof(float), kLine) * kLine;
-    const auto forms = forms_.look_up_each<kFewTokens>(
+    const auto forms = forms_.look_up_each<kTokensByRows>(
         tokens, bytes, [&](const float* x, char* form) { return lay_out(x, rows, form); });
     for (int64_t n = 0; n < tokens.count; n += 4) {
       constexpr decltype(&IntegerDots::all_rows<1>) kWays[] = {&IntegerDots::all_rows<1>, &IntegerDots::all_rows<2>,
@@ -33,6 +34,9 @@ class IntegerDots {
 
  protected:
   // Used by BFloat16Dots as well.
+  static bool takes(const ScaledRows& rows, int64_t tokens, int64_t most) {
+    return integers_available<Numbers>() && tokens <= most && rows.columns > 0;
+  }
   static constexpr int64_t kColumns = Digits::kColumns;  // of a chunk
   static constexpr int64_t kBytes = kColumns * Numbers::kBytes / Numbers::kColumns;
 

@@ -11,7 +11,7 @@ class WeightTileRows {
  public:
   WeightTileRows(const Weight& weight, int64_t pairs) : weight_(weight), tile_rows_(2 * pairs, weight.columns) {
     if (weight.format->is_dense()) return;
-    for (int64_t i = 0; i < 2 * pairs; ++i) packed_.push_back({strip_of(weight)});
+    for (int64_t i = 0; i < 2 * pairs; ++i) packed_.push_back({tile_row_of(weight)});
   }
 
   // Whether rows must be given to read_transposed() before their tile rows are read, at best kTransposed of them.
@@ -25,7 +25,7 @@ class WeightTileRows {
   }
 
   // Selects tile row `which`, and the one that will probably be read after it, which is prefetched.
-  void read(int64_t which, const StripRows& rows, const StripRows& next) {
+  void read(int64_t which, const TileRowRange& rows, const TileRowRange& next) {
     for (const TransposedRows& some : transposed_) {
       if (some.contain(rows)) {
         tile_rows_.tiles[which] = some.tile_row(rows.first);
@@ -62,9 +62,9 @@ class WeightTileRows {
   static constexpr int64_t kAtOnce = 2;  // chunks
 
   struct Selected {
-    std::unique_ptr<PackedStrip> tile_row;
-    StripRows rows, next;
-    PackedStrip& start() const {
+    std::unique_ptr<PackedTileRow> tile_row;
+    TileRowRange rows, next;
+    PackedTileRow& start() const {
       tile_row->start(rows, next);
       return *tile_row;
     }
@@ -108,7 +108,7 @@ class WeightTileRows {
 
   // Without AMX, a tile row is unpacked during its product with the first tokens.
   void unpack_and_multiply_tile_row(int64_t which, const TokenTiles& tokens, bool more, float (*c)[kTile][kTile]) {
-    PackedStrip& tile_row = packed_[which].start();
+    PackedTileRow& tile_row = packed_[which].start();
     // Memory of a tile row that no later tokens need is used again for the next, while it is in the L1 cache.
     at::BFloat16* to = tile_rows_.memory(which, more ? which : which % 2);
     WeightTiles& tiles = tile_rows_.tiles[which];

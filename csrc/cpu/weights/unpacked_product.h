@@ -1,15 +1,15 @@
 // Unpacks a few packed rows at a time to floats in cache, for the products of floats. Several tokens share the work,
 // and no product is compiled for each format.
 #pragma once
-#include "cpu/weights/group_dots.h"
+#include "cpu/weights/packed_matrix.h"
 
 namespace moe_metal {
 namespace {
 
 template <class Read>
-class UnpackedRows {
+class UnpackedProduct {
  public:
-  void product(const Packed<Read>& rows, const Tokens& tokens, std::optional<Panel>& panel) {
+  void product(const PackedMatrix<Read>& rows, const Tokens& tokens, std::optional<Panel>& panel) {
     const int64_t columns = rows.columns;
     if (!floats_ || columns_ < columns) floats_ = scratch<float>(kAtOnce * columns), columns_ = columns;
     out_.resize(tokens.count);
@@ -23,18 +23,7 @@ class UnpackedRows {
   }
 
   // Writes the values of row `r` to `to`.
-  static void unpack(const Packed<Read>& rows, int64_t r, float* to) {
-#ifdef MOE_METAL_HAS_NEON
-    unpack_by_sixteen(rows, r, to);
-#else
-    const auto some = rows.row_block(r);
-    for_each_vector(rows.columns, [&](int64_t c, auto count) { store(to + c, some.load(0, c, count), count); });
-#endif
-  }
-
- private:
-#ifdef MOE_METAL_HAS_NEON
-  static void unpack_by_sixteen(const Packed<Read>& rows, int64_t r, float* to) {
+  static void unpack(const PackedMatrix<Read>& rows, int64_t r, float* to) {
     const uint8_t* row = rows.data + r * rows.row;
     const float *scales = rows.scales + r * rows.groups, *offsets = rows.offsets + r * rows.groups;
     const int64_t group = int64_t{1} << rows.shift;
@@ -44,29 +33,29 @@ class UnpackedRows {
       int64_t column = first;
       for (; column + kSixteen <= end; column += kSixteen) {
         Sixteen numbers;
-        rows.read.floats(row, column, numbers);
-        scaled(numbers, scale, offset, to + column);
+        Read::floats(row, column, numbers);
+        rows.scaled(numbers, scale, offset);
+        store_sixteen(numbers, to + column);
       }
-      if (column < end) last_of_a_row(rows.read, row + column, end - column, scale, to + column);
+      if (column < end) last_of_a_row(row + column, end - column, scale, to + column);
     }
   }
-  [[gnu::always_inline]] static void scaled(const Sixteen& codes, const Vec& scale, const Vec& offset, float* to) {
-    unrolled<4>([&](auto v) {
-      const Vec code = Read::kUnit == 1 ? codes[v] : codes[v] * Vec(Read::kUnit);
-      store(to + v * kLanes, Read::kOffset ? at::vec::fmadd(code, scale, offset) : code * scale, Whole());
-    });
+
+ private:
+  [[gnu::always_inline]] static void store_sixteen(const Sixteen& values, float* to) {
+    unrolled<kSixteen / kLanes>([&](auto v) { store(to + v * kLanes, values[v], Whole()); });
   }
-  // A tail of fewer than 16 columns. It only occurs in formats with one byte per number.
-  static void last_of_a_row(const Read& read, const uint8_t* from, int64_t count, const Vec& scale, float* to) {
+  // Fewer than 16 columns. They only occur in formats with one byte per number.
+  static void last_of_a_row(const uint8_t* from, int64_t count, const Vec& scale, float* to) {
     uint8_t bytes[kSixteen] = {};
     std::memcpy(bytes, from, count);
     Sixteen numbers;
-    read.floats(bytes, 0, numbers);
-    float some[kSixteen];
-    scaled(numbers, scale, Vec(0), some);
-    std::copy_n(some, count, to);
+    Read::floats(bytes, 0, numbers);
+    float values[kSixteen];
+    PackedMatrix<Read>::scaled(numbers, scale, Vec(0));
+    store_sixteen(numbers, values);
+    std::copy_n(values, count, to);
   }
-#endif
 
   // Whole panels, which write all their rows, or as many rows as are multiplied together and stay in the first cache.
   static constexpr int64_t kAtOnce = kUnpacksInRegisters ? 4 : Panel::kPanelRows;

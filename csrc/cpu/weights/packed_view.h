@@ -1,43 +1,44 @@
-// Access to the rows of a packed weight, with their scales.
+// The rows of a packed weight as matrices, with their scales.
 #pragma once
 #include <bit>
 
-#include "cpu/weights/group_dots.h"
-#include "cpu/weights/row_scales.h"
+#include "cpu/weights/packed_matrix.h"
+#include "cpu/weights/scales.h"
 #include "cpu/weights/weight_rows.h"
 
 namespace moe_metal {
 namespace {
 
-// The rows of a weight, and the scales of some of them.
+// A view of some rows of a weight at a time.
 template <class Read>
-class PackedWeightRows {
+class PackedView {
  public:
-  explicit PackedWeightRows(const Weight& weight) : weight_(weight), scales_(weight) {
-    some_.columns = weight.columns;
-    some_.row = weight.row;
-    some_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
-    some_.groups = scales_.groups();
+  explicit PackedView(const Weight& weight) : weight_(weight), scales_(weight) {
+    matrix_.columns = weight.columns;
+    matrix_.row = weight.row;
+    matrix_.shift = std::countr_zero(static_cast<uint64_t>(weight.group));
+    matrix_.groups = scales_.groups();
     // Scales within the blocks are read for several rows at once, before their codes.
-    if (Read::kOwnScales) some_.distance = rows_at_once() * weight.row;
+    if (Read::kOwnScales) matrix_.distance = rows_at_once() * weight.row;
   }
 
-  // `count` of these rows from `skip` on, valid until the next call. The other rows, and then `next`, are read later.
-  const Packed<Read>& bind_rows(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
+  // Rows skip to skip + count of a range, valid until the next call. The caller reads the other rows, then `next`,
+  // later: they are prefetched.
+  const PackedMatrix<Read>& bind_rows(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
     without_scales(rows, skip, count, next);
     return with_scales(rows, skip);
   }
   // The same in two steps; scales are only read by the second.
-  const Packed<Read>& without_scales(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
-    some_.rows = count;
-    some_.data = place(rows.expert, rows.first + skip);
-    some_.left = rows.count - skip;
-    some_.next = next;
-    return some_;
+  const PackedMatrix<Read>& without_scales(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
+    matrix_.rows = count;
+    matrix_.data = place(rows.expert, rows.first + skip);
+    matrix_.left = rows.count - skip;
+    matrix_.next = next;
+    return matrix_;
   }
-  const Packed<Read>& with_scales(const RowRange& rows, int64_t skip) {
-    scales_.read(rows.expert, rows.first + skip, some_);
-    return some_;
+  const PackedMatrix<Read>& with_scales(const RowRange& rows, int64_t skip) {
+    scales_.read(rows.expert, rows.first + skip, matrix_);
+    return matrix_;
   }
   // Prefetches the scales of `next`. -> the address of these rows, or of the following rows if `next` is empty
   const uint8_t* prefetched(const RowRange& rows, const RowRange& next) const {
@@ -52,7 +53,7 @@ class PackedWeightRows {
     return std::clamp<int64_t>(1024 / std::max<int64_t>(numbers, 1), 8, kMaxRowsAtOnce) / 4 * 4;
   }
   const Weight& weight() const { return weight_; }
-  const ScaledRows& shape() const { return some_; }
+  const ScaledRows& shape() const { return matrix_; }
 
  private:
   const uint8_t* place(int64_t expert, int64_t row) const {
@@ -61,7 +62,7 @@ class PackedWeightRows {
 
   const Weight& weight_;
   Scales<Read> scales_;
-  Packed<Read> some_;
+  PackedMatrix<Read> matrix_;
 };
 
 }  // namespace

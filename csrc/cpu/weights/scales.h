@@ -1,53 +1,23 @@
 // The scales and offsets of packed rows, as floats.
 #pragma once
-#include <array>
-#include <bit>
-#include <cmath>
 #include <vector>
 
-#include "cpu/formats/codes.h"
+#include "cpu/vector/bytes.h"
 #include "cpu/weights/scaled_rows.h"
 #include "weight.h"
 
 namespace moe_metal {
 namespace {  // internal linkage, so that the compiler can specialise functions for their calls
 
-// 2^(e - 127); 255 is NaN.
-inline float e8m0(uint8_t e) {
-  return std::bit_cast<float>(e == 255 ? 0x7fc00000u : e ? uint32_t{e} << 23 : 0x00400000u);
-}
-#ifdef MOE_METAL_HAS_AVX512
-// 16 of them. Compilers vectorise e8m0() with many moves of masks.
-inline __m512 e8m0s(const uint8_t* from) {
-  const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  const __m512i highest = _mm512_set1_epi32(0x00400000), bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), highest);
-  const __mmask16 nan = _mm512_cmpeq_epi32_mask(e, _mm512_set1_epi32(255));
-  return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, nan, bits, highest));
-}
-#endif
-
-inline float e4m3(uint8_t code) {
-  static const auto values = [] {
-    std::array<float, 256> all;
-    for (int i = 0; i < 256; ++i) {
-      const int exponent = i >> 3 & 15, mantissa = i & 7;
-      const float magnitude = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
-      all[i] = (i & 127) == 127 ? NAN : i < 128 ? magnitude : -magnitude;
-    }
-    return all;
-  }();
-  return values[code];
-}
-
 inline void prefetch_bytes(const void* from, int64_t count) {
   for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
 
 // The scales, or the offsets, of some rows as floats, row by row.
-class RowScales {
+class ScaleTensor {
  public:
   // Each `shared_rows` rows share their scales. Tensors of bytes are e8m0 or e4m3.
-  RowScales(const Tensor& tensor, int64_t shared_rows, bool e4m3 = false)
+  ScaleTensor(const Tensor& tensor, int64_t shared_rows, bool e4m3 = false)
       : tensor_(tensor), shared_rows_(shared_rows), e4m3_(e4m3) {
     if (!tensor.defined()) return;
     groups_ = tensor.size(-1);
@@ -86,23 +56,7 @@ class RowScales {
  private:
   void to_floats(int64_t from, int64_t count, float* to) const {
     if (tensor_.element_size() == 1) {
-      const auto* bytes = static_cast<const uint8_t*>(tensor_.const_data_ptr()) + from;
-      if (e4m3_) {
-        int64_t i = 0;
-#ifdef MOE_METAL_HAS_AVX2
-        for (; group_ == 1 && i + kLanes <= count; i += kLanes) (E4m3()(bytes + i, Whole())).store(to + i);
-#endif
-        for (; i < count; ++i) to[i] = e4m3(bytes[i * group_]);
-      } else if (group_ == 1) {  // a separate loop, which the compiler can vectorise
-        int64_t i = 0;
-#ifdef MOE_METAL_HAS_AVX512
-        for (; i + kLanes <= count; i += kLanes) _mm512_storeu_ps(to + i, e8m0s(bytes + i));
-#endif
-        for (; i < count; ++i) to[i] = e8m0(bytes[i]);
-      } else {
-        for (int64_t i = 0; i < count; ++i) to[i] = e8m0(bytes[i * group_]);
-      }
-      return;
+      return bytes_to_floats(static_cast<const uint8_t*>(tensor_.const_data_ptr()) + from, count, to);
     }
     with_dtype(tensor_.scalar_type(), [&](auto scalar) {
       const auto* values = static_cast<const decltype(scalar)*>(tensor_.const_data_ptr()) + from;
@@ -112,6 +66,22 @@ class RowScales {
         for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(values[i * group_]);
       }
     });
+  }
+
+  void bytes_to_floats(const uint8_t* from, int64_t count, float* to) const {
+    int64_t i = 0;
+    if (e4m3_) {
+      for (; group_ == 1 && i + kSixteen <= count; i += kSixteen) {
+        Sixteen numbers;
+        e4m3_floats(from + i, numbers);
+        for (const Vec& some : numbers) store(to + i + (&some - numbers) * kLanes, some * Vec(kE4m3Unit), Whole());
+      }
+      for (; i < count; ++i) to[i] = e4m3(from[i * group_]);
+    } else if (group_ == 1) {  // a separate loop, which the compiler can vectorise
+      for (; i < count; ++i) to[i] = e8m0(from[i]);
+    } else {
+      for (; i < count; ++i) to[i] = e8m0(from[i * group_]);
+    }
   }
 
   static constexpr int64_t kAhead = 1024;  // bytes
@@ -162,7 +132,7 @@ class Scales {
     to.scales = scaled_.data();
   }
 
-  RowScales scale_, offset_;
+  ScaleTensor scale_, offset_;
   const Tensor* factor_ = nullptr;
   std::vector<float> scaled_;
 };
