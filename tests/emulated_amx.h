@@ -43,19 +43,6 @@ inline void multiply(int c, int a, int b) {
   }
 }
 
-// The same with four bytes of k side by side, those of the left without a sign.
-inline void multiply_bytes(int c, int a, int b) {
-  for (int r = 0; r < kRows; ++r) {
-    int32_t sums[kRows];
-    std::memcpy(sums, tiles[c][r], kBytes);
-    for (int k = 0; k < kBytes; ++k) {
-      const uint8_t* right = tiles[b][k / 4] + k % 4;
-      for (int n = 0; n < kRows; ++n) sums[n] += tiles[a][r][k] * static_cast<int8_t>(right[4 * n]);
-    }
-    std::memcpy(tiles[c][r], sums, kBytes);
-  }
-}
-
 }  // namespace emulated_amx
 
 #undef _tile_loadconfig
@@ -64,11 +51,9 @@ inline void multiply_bytes(int c, int a, int b) {
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
-#undef _tile_dpbusd
 #define _tile_loadconfig(from) static_cast<void>(from)
 #define _tile_storeconfig(to) static_cast<void>(to)
 #define _tile_loadd(tile, from, stride) emulated_amx::load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated_amx::store(tile, to, stride)
 #define _tile_zero(tile) std::memset(emulated_amx::tiles[tile], 0, sizeof(emulated_amx::tiles[tile]))
 #define _tile_dpbf16ps(c, a, b) emulated_amx::multiply(c, a, b)
-#define _tile_dpbusd(c, a, b) emulated_amx::multiply_bytes(c, a, b)
