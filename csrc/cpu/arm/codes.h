@@ -45,9 +45,9 @@ template <int bits>
   const uint8x16_t all = vcombine_u8(vcreate_u8(low), vcreate_u8(high));
   // Each number is within two bytes; the first one has its lowest bit.
   constexpr auto kBytes = [] {
-    std::array<uint8_t, 32> places{};
-    for (int i = 0; i < 32; ++i) places[i] = static_cast<uint8_t>(i / 2 * bits / 8 + i % 2);
-    return places;
+    std::array<uint8_t, 32> bytes{};
+    for (int i = 0; i < 32; ++i) bytes[i] = static_cast<uint8_t>(i / 2 * bits / 8 + i % 2);
+    return bytes;
   }();
   constexpr auto kShifts = [] {
     std::array<int16_t, 16> shifts{};

@@ -56,7 +56,7 @@ class IntegerDots {
   struct alignas(64) Chunk {
     int8_t digits[kColumns / kSixteen][kDigits][kSixteen];
     float unit;     // in the first chunk: NaN if the token has no digits
-    int32_t place;  // the index of its chunk in the row
+    int32_t index;  // the index of its chunk in the row
     int32_t rests;  // in the first chunk: how many chunks of rests follow
   };
 
@@ -83,10 +83,10 @@ class IntegerDots {
     for (int64_t g = 0; Numbers::kOffset && g < rows.groups; ++g) sums[g] = sum_of(x + g * group, group);
     return (rest - chunks) * sizeof(Chunk) + rows.groups * sizeof(float);
   }
-  static void lay_out(const Digits& all, int64_t place, Chunk& chunk) {
+  static void lay_out(const Digits& all, int64_t index, Chunk& chunk) {
     std::memcpy(chunk.digits, all.digits, sizeof(chunk.digits));
     chunk.unit = all.unit * Numbers::kUnit;
-    chunk.place = static_cast<int32_t>(place);
+    chunk.index = static_cast<int32_t>(index);
   }
 
   template <int N>
@@ -115,7 +115,7 @@ class IntegerDots {
                       float* const* out) const {
     constexpr int64_t kBytes = R * kColumns * Numbers::kBytes / Numbers::kColumns;
     const int64_t chunks = at::divup(rows.columns, kColumns);
-    const Rows<R> some(rows, first);
+    const Rows<R> block(rows, first);
     const Chunk* x[N];
     float32x4_t sums[R][N];
     int64_t rests = 0;
@@ -128,11 +128,11 @@ class IntegerDots {
       const Chunk* here[N];
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) here[n] = x[n] + c;
       for (int64_t line = 0; line < kBytes; line += kLine) __builtin_prefetch(ahead + c * kBytes + line);
-      add<R, N>(some, c, here, sums);
+      add<R, N>(block, c, here, sums);
     }
     MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
       MOE_METAL_UNROLL for (int r = 0; r < R; ++r) out[n][first + r] = sum(Vec(sums[r][n]));
-      if (rests > 0) add_rests<R>(some, x[n], chunks, out[n] + first);
+      if (rests > 0) add_rests<R>(block, x[n], chunks, out[n] + first);
     }
     if constexpr (Numbers::kOffset) add_offsets<R, N>(rows, first, x, out);
   }
@@ -144,7 +144,7 @@ class IntegerDots {
     for (int r = 0; r < R; ++r) sums[r][0] = vdupq_n_f32(0);
     for (int64_t i = 0; i < x->rests; ++i) {
       const Chunk* const rest[1] = {x + chunks + i};
-      add<R, 1>(rows, rest[0]->place, rest, sums);
+      add<R, 1>(rows, rest[0]->index, rest, sums);
     }
     for (int r = 0; r < R; ++r) out[r] += sum(Vec(sums[r][0]));
   }
@@ -187,9 +187,9 @@ class IntegerDots {
         }
       }
     }
-    const int64_t place = (begin + at) >> rows.shift;
+    const int64_t of_row = (begin + at) >> rows.shift;
     MOE_METAL_UNROLL for (int r = 0; r < R; ++r) {
-      const float scale = rows.scales[r][place];
+      const float scale = rows.scales[r][of_row];
       MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
         const auto& all = of_digits[r][n];
         const float32x4_t high = vcvtq_f32_s32(vmlaq_n_s32(all[1], all[0], 256)), low = vcvtq_f32_s32(all[2]);

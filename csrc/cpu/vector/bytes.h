@@ -80,8 +80,8 @@ inline Bytes bits_as_bytes(const uint8_t* from, uint8_t value) {
 #ifdef MOE_METAL_HAS_AVX2  // compilers insert the bytes one by one
   uint16_t word;
   std::memcpy(&word, from, sizeof(word));
-  const __m128i places = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-  both = std::bit_cast<Bytes>(_mm_shuffle_epi8(_mm_cvtsi32_si128(word), places));
+  const __m128i bytes = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  both = std::bit_cast<Bytes>(_mm_shuffle_epi8(_mm_cvtsi32_si128(word), bytes));
 #else
   for (int i = 0; i < 16; ++i) both[i] = from[i / 8];
 #endif
@@ -146,9 +146,9 @@ template <int bits>
 #elif defined(MOE_METAL_HAS_AVX2)
   // If 3, 5 or 6 bytes are copied to a variable of 8, compilers store them in two parts, and the processor waits for
   // both before it loads the whole.
-  const auto part = [&](auto some, int at) __attribute__((always_inline)) -> int64_t {
-    std::memcpy(&some, from + at, sizeof(some));
-    return some;
+  const auto part = [&](auto bytes, int at) __attribute__((always_inline)) -> int64_t {
+    std::memcpy(&bytes, from + at, sizeof(bytes));
+    return bytes;
   };
   const int64_t codes = [&] {
     if constexpr (bits == 2) return part(uint16_t(), 0);

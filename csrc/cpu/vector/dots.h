@@ -303,7 +303,7 @@ class Panel {
     const int64_t columns = from.transposed_columns();
     int64_t column = begin;
     for (; columns > 0 && column + columns <= end; column += columns, to += columns * V * kLanes) {
-      from.transposed(column, [to](int64_t i, const Vec& some) { store(to + i * V * kLanes, some, Whole()); });
+      from.transposed(column, [to](int64_t i, const Vec& vec) { store(to + i * V * kLanes, vec, Whole()); });
     }
     return column;
   }

@@ -21,12 +21,12 @@ namespace moe_metal {
 template <class Worker>
 void parallel_work_queue(int64_t count, Worker&& worker) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  const int64_t run = std::clamp<int64_t>(count / (std::max<int64_t>(threads, 1) * 16), 1, 8);
+  const int64_t at_once = std::clamp<int64_t>(count / (std::max<int64_t>(threads, 1) * 16), 1, 8);
   std::atomic<int64_t> taken = 0;
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     int64_t next = 0, end = 0;
     worker([&] {
-      if (next == end) next = taken.fetch_add(run, std::memory_order_relaxed), end = next + run;
+      if (next == end) next = taken.fetch_add(at_once, std::memory_order_relaxed), end = next + at_once;
       return std::min(next++, count);
     });
   });

@@ -74,7 +74,9 @@ class ScaleTensor {
       for (; group_ == 1 && i + kSixteen <= count; i += kSixteen) {
         Sixteen numbers;
         e4m3_floats(from + i, numbers);
-        for (const Vec& some : numbers) store(to + i + (&some - numbers) * kLanes, some * Vec(kE4m3Unit), Whole());
+        for (int64_t v = 0; v < kSixteen / kLanes; ++v) {
+          store(to + i + v * kLanes, numbers[v] * Vec(kE4m3Unit), Whole());
+        }
       }
       for (; i < count; ++i) to[i] = e4m3(from[i * group_]);
     } else if (group_ == 1) {  // a separate loop, which the compiler can vectorise

@@ -1,4 +1,4 @@
-// Unpacks a few packed rows at a time to floats in cache, for the products of floats. Several tokens share the work,
+// Unpacks a few packed rows at a time to floats in cache, for the products of floats. The tokens share the work,
 // and no product is compiled for each format.
 #pragma once
 #include "cpu/weights/packed_matrix.h"
