@@ -1,6 +1,6 @@
 // The table of weight formats. Checks, messages, the shaders' libraries, the CPU's readers and Python's table
 // (torch_moe_metal/formats.py) are derived from it. `dequantize` in torch_moe_metal/reference.py defines the values of
-// each format. CONTRIBUTING.md says how to add a format.
+// each format. docs/adding.md says how to add a format.
 #pragma once
 #include <array>
 #include <cstdint>

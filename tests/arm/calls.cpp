@@ -13,12 +13,12 @@
 #include <string>
 #include <vector>
 
-#include "cpu/ops.h"
+#include "ops.h"
 
 TORCH_LIBRARY_IMPL(moe_metal, CPU, m) {
-  m.impl("dequantize", &moe_metal::dequantize<moe_metal::run_dequantize>);
-  m.impl("experts", &moe_metal::experts<moe_metal::run_experts>);
-  m.impl("linear", &moe_metal::linear<moe_metal::run_linear>);
+  m.impl("dequantize", &moe_metal::Op<moe_metal::check_dequantize>::call<moe_metal::cpu::run_dequantize>);
+  m.impl("experts", &moe_metal::Op<moe_metal::check_experts>::call<moe_metal::cpu::run_experts>);
+  m.impl("linear", &moe_metal::Op<moe_metal::check_linear>::call<moe_metal::cpu::run_linear>);
 }
 
 namespace {
