@@ -1,3 +1,4 @@
+// The op dequantize.
 #include "mps/weights.h"
 #include "ops.h"
 

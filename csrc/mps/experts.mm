@@ -1,3 +1,4 @@
+// The op experts. run_experts() chooses between three ways; each has its kernels before it.
 #include <ATen/ops/empty.h>
 
 #include "mps/tensor_ops.h"

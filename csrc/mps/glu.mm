@@ -1,3 +1,4 @@
+// The op glu: the dimensions of its arguments are merged into three.
 #include "mps/launch.h"
 #include "ops.h"
 

@@ -1,3 +1,4 @@
+// The op linear. dispatch() chooses between three ways.
 #include "mps/tensor_ops.h"
 #include "ops.h"
 

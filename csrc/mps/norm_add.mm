@@ -1,3 +1,4 @@
+// The ops norm_add and norm.
 #include "mps/rows.h"
 #include "ops.h"
 

@@ -1,3 +1,4 @@
+// The op residual_norm.
 #include "mps/rows.h"
 #include "ops.h"
 

@@ -1,3 +1,4 @@
+// The op rope.
 #include "mps/launch.h"
 #include "ops.h"
 

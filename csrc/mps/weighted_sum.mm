@@ -1,3 +1,4 @@
+// The op weighted_sum.
 #include "mps/rows.h"
 #include "ops.h"
 

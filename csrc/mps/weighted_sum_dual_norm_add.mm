@@ -1,3 +1,4 @@
+// The op weighted_sum_dual_norm_add.
 #include "mps/rows.h"
 #include "ops.h"
 

@@ -1,3 +1,4 @@
+// The op weighted_sum_residual_.
 #include "mps/rows.h"
 #include "ops.h"
 
