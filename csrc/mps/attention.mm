@@ -1,3 +1,4 @@
+// The op attention: which kernel, and how the work is divided into threadgroups.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

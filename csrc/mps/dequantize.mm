@@ -1,3 +1,4 @@
+// The op dequantize.
 #include <torch/library.h>
 
 #include "mps/weights.h"

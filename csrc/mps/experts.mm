@@ -1,3 +1,4 @@
+// The op experts. run() chooses between three ways; each has its kernels before it.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

@@ -1,3 +1,4 @@
+// The op gate: one dispatch, or one for the logits and one of route.metal.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 

@@ -1,3 +1,4 @@
+// The op glu: the dimensions of its arguments are merged into three.
 #include <torch/library.h>
 
 #include "contract.h"

@@ -1,3 +1,4 @@
+// The op linear. dispatch() chooses between three ways.
 #include <torch/library.h>
 
 #include "mps/tensor_ops.h"

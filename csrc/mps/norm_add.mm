@@ -1,3 +1,4 @@
+// The ops norm_add and norm.
 #include <torch/library.h>
 
 #include "mps/rows.h"

@@ -1,3 +1,4 @@
+// The op residual_norm.
 #include <torch/library.h>
 
 #include "mps/rows.h"

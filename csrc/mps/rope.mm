@@ -1,3 +1,4 @@
+// The op rope.
 #include <torch/library.h>
 
 #include "contract.h"

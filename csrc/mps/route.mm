@@ -1,3 +1,4 @@
+// The op route.
 #include "mps/route.h"
 
 #include <torch/library.h>

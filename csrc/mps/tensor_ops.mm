@@ -1,3 +1,4 @@
+// See tensor_ops.h.
 #include "mps/tensor_ops.h"
 
 namespace moe_metal {

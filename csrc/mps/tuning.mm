@@ -1,3 +1,4 @@
+// The current settings of tuning.h, their names in Python and their valid values.
 #include "mps/tuning.h"
 
 #include <c10/util/Exception.h>

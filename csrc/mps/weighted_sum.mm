@@ -1,3 +1,4 @@
+// The op weighted_sum.
 #include <torch/library.h>
 
 #include "mps/rows.h"

@@ -1,3 +1,4 @@
+// The op weighted_sum_dual_norm_add.
 #include <torch/library.h>
 
 #include "mps/rows.h"

@@ -1,3 +1,4 @@
+// The op weighted_sum_residual_norm_.
 #include <torch/library.h>
 
 #include "mps/rows.h"
