@@ -10,8 +10,9 @@
 
 namespace moe_metal::arm {
 
-// 128 numbers as multiples of a power of two (the unit), in three digits of base 256. If a weight is 0 where the token is
-// largest, the small numbers decide. What the digits cannot hold of them is kept in `rest`, which gets separate digits.
+// 128 numbers as multiples of a power of two (the unit), in three digits of base 256. If a weight is 0 where the token
+// is largest, the small numbers decide. What the digits cannot hold of them is kept in `rest`, which gets separate
+// digits.
 struct Digits {
   static constexpr int64_t kColumns = 128;
   static constexpr int kCount = 3;
