@@ -22,7 +22,7 @@ struct Weight {
   // If gate and up are separate matrices, row r >= half (of up) starts at r * row + gap.
   int64_t half = std::numeric_limits<int64_t>::max(), gap = 0;
 
-  int64_t place(int64_t of_expert, int64_t number) const {
+  int64_t row_start(int64_t of_expert, int64_t number) const {
     return of_expert * expert + number * row + (number < half ? 0 : gap);
   }
 };

@@ -55,17 +55,17 @@ struct Heads {
 
   // Rotates all heads of a token. If their elements are not in the order of the output, they are copied to `floats` in
   // that order first.
-  void turn(int64_t b, int64_t t, const float* cos, const float* sin, float* floats) const {
+  void rotate(int64_t b, int64_t t, const float* cos, const float* sin, float* floats) const {
     const auto& in = call.input;
     const auto* from = elements<Scalar>(in) + b * in.stride(0) + t * in.stride(1);
     auto* to = call.output.template mutable_data_ptr<Scalar>() + (b * count * T + t) * D;
-    if (in.stride(3) == 1 && pairs == 0) return turn_rows(from, in.stride(2), cos, sin, to);
+    if (in.stride(3) == 1 && pairs == 0) return rotate_rows(from, in.stride(2), cos, sin, to);
     for (int64_t h = 0; h < count; ++h) read_row(from + h * in.stride(2), in.stride(3), D, pairs, floats + h * D);
-    turn_rows(floats, D, cos, sin, to);
+    rotate_rows(floats, D, cos, sin, to);
   }
 
   template <class From>
-  void turn_rows(const From* from, int64_t stride, const float* cos, const float* sin, Scalar* to) const {
+  void rotate_rows(const From* from, int64_t stride, const float* cos, const float* sin, Scalar* to) const {
     float scale = 1;
     if (norms_all) {
       float squares = 0;
@@ -76,18 +76,18 @@ struct Heads {
       const From* row = from + h * stride;
       Scalar* out = to + h * T * D;
       if (weight.empty()) {
-        turn_row([=](int64_t i, auto count) { return load(row + i, count); }, cos, sin, out);
+        rotate_row([=](int64_t i, auto count) { return load(row + i, count); }, cos, sin, out);
       } else {
         const float* factors = weight.data() + (norms_all ? h * D : 0);
         const Vec normed(norms_all ? scale : inv_rms(row, D, eps));
-        turn_row([=](int64_t i, auto count) { return load(row + i, count) * normed * load(factors + i, count); }, cos,
-                 sin, out);
+        rotate_row([=](int64_t i, auto count) { return load(row + i, count) * normed * load(factors + i, count); }, cos,
+                   sin, out);
       }
     }
   }
 
   template <class Value>
-  void turn_row(Value&& value, const float* cos, const float* sin, Scalar* out) const {
+  void rotate_row(Value&& value, const float* cos, const float* sin, Scalar* out) const {
     for_each_vector(R, [&](int64_t i, auto count) {
       const Vec a = value(i, count), b = value(R + i, count), c = load(cos + i, count), s = load(sin + i, count);
       store(out + i, a * c - b * s, count);
@@ -110,8 +110,8 @@ void rows(const Rope& call) {
                  float *cos = floats, *sin = cos + R, *in_order = sin + R;
                  read_angles(call.cos, b, t, cos);
                  read_angles(call.sin, b, t, sin);
-                 q.turn(b, t, cos, sin, in_order);
-                 k.turn(b, t, cos, sin, in_order);
+                 q.rotate(b, t, cos, sin, in_order);
+                 k.rotate(b, t, cos, sin, in_order);
                });
 }
 

@@ -217,7 +217,7 @@ class Panel {
       const auto [next_row, next_begin] = panel_at(i + 1);
       const int64_t end = std::min(begin + kPanelColumns, weight.columns);
       fill<V>(weight, row, begin, end);
-      PanelPrefetch<V> prefetch(weight.place(next_row, next_begin), weight.row_bytes(), weight.bytes(kPanelColumns));
+      PanelPrefetch<V> prefetch(weight.address(next_row, next_begin), weight.row_bytes(), weight.bytes(kPanelColumns));
       multiply<V>(row, tokens, begin, end, prefetch);
     }
   }

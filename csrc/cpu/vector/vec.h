@@ -220,7 +220,7 @@ struct Matrix {
   };
   RowBlock row_block(int64_t first) const { return {data + first * row, row}; }
   // The address of an element, the row stride in bytes, and the bytes of so many columns.
-  const void* place(int64_t r, int64_t column) const { return data + r * row + column; }
+  const void* address(int64_t r, int64_t column) const { return data + r * row + column; }
   int64_t row_bytes() const { return row * static_cast<int64_t>(sizeof(Scalar)); }
   static int64_t bytes(int64_t columns) { return columns * static_cast<int64_t>(sizeof(Scalar)); }
 };

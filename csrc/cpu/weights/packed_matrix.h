@@ -72,7 +72,7 @@ struct PackedMatrix : ScaledRows {
   RowBlock row_block(int64_t first) const {
     return {*this, data + first * row, scales + first * groups, offsets + first * groups};
   }
-  const void* place(int64_t r, int64_t column) const { return data + r * row + bytes(column); }
+  const void* address(int64_t r, int64_t column) const { return data + r * row + bytes(column); }
   int64_t row_bytes() const { return row; }
   static constexpr int64_t bytes(int64_t columns) { return columns * Read::kBytes / Read::kColumns; }
 

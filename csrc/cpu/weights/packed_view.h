@@ -31,7 +31,7 @@ class PackedView {
   // The same in two steps; scales are only read by the second.
   const PackedMatrix<Read>& without_scales(const RowRange& rows, int64_t skip, int64_t count, const uint8_t* next) {
     matrix_.rows = count;
-    matrix_.data = place(rows.expert, rows.first + skip);
+    matrix_.data = address(rows.expert, rows.first + skip);
     matrix_.left = rows.count - skip;
     matrix_.next = next;
     return matrix_;
@@ -42,9 +42,9 @@ class PackedView {
   }
   // Prefetches the scales of `next`. -> the address of these rows, or of the following rows if `next` is empty
   const uint8_t* prefetched(const RowRange& rows, const RowRange& next) const {
-    if (next.count == 0) return place(rows.expert, rows.first + rows.count);
+    if (next.count == 0) return address(rows.expert, rows.first + rows.count);
     scales_.prefetch(next.expert, next.first, next.count);
-    return place(next.expert, next.first);
+    return address(next.expert, next.first);
   }
   static constexpr int64_t kMaxRowsAtOnce = 16;
   // As many rows as have scales that fit in the L1 cache; a multiple of the rows that are multiplied together.
@@ -56,8 +56,8 @@ class PackedView {
   const ScaledRows& shape() const { return matrix_; }
 
  private:
-  const uint8_t* place(int64_t expert, int64_t row) const {
-    return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + weight_.place(expert, row);
+  const uint8_t* address(int64_t expert, int64_t row) const {
+    return static_cast<const uint8_t*>(weight_.data.const_data_ptr()) + weight_.row_start(expert, row);
   }
 
   const Weight& weight_;

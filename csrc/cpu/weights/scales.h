@@ -36,7 +36,7 @@ class ScaleTensor {
     }
     expert_of_floats_ = shared ? expert : -1, block_of_floats_ = block;
     floats_.resize(count * groups_);
-    prefetch_bytes(place(expert, first) + kAhead, bytes(first, count));
+    prefetch_bytes(address(expert, first) + kAhead, bytes(first, count));
     const int64_t from = expert * expert_;
     if (shared_rows_ == 1 && group_ == 1 && row_ == groups_) {
       to_floats(from + first * row_, count * groups_, floats_.data());  // a single row rarely fills vectors
@@ -49,7 +49,7 @@ class ScaleTensor {
   }
   // Prefetches the first scales of the next rows, which floats() does not prefetch.
   void prefetch(int64_t expert, int64_t first, int64_t count) const {
-    if (tensor_.defined()) prefetch_bytes(place(expert, first), std::min(bytes(first, count), kAhead));
+    if (tensor_.defined()) prefetch_bytes(address(expert, first), std::min(bytes(first, count), kAhead));
   }
   int64_t groups() const { return groups_; }
 
@@ -88,12 +88,12 @@ class ScaleTensor {
 
   static constexpr int64_t kAhead = 1024;  // bytes
 
-  const char* place(int64_t expert, int64_t row) const {
+  const char* address(int64_t expert, int64_t row) const {
     const int64_t at = expert * expert_ + row / shared_rows_ * row_;
     return static_cast<const char*>(tensor_.const_data_ptr()) + at * tensor_.element_size();
   }
   int64_t bytes(int64_t first, int64_t count) const {
-    return place(0, first + count - 1) - place(0, first) + groups_ * tensor_.element_size();
+    return address(0, first + count - 1) - address(0, first) + groups_ * tensor_.element_size();
   }
 
   const Tensor tensor_;

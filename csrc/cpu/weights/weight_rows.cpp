@@ -31,7 +31,7 @@ class DenseRows final : public WeightRows {
   }
 
  private:
-  const Scalar* row(int64_t expert, int64_t number) const { return data_ + weight_.place(expert, number); }
+  const Scalar* row(int64_t expert, int64_t number) const { return data_ + weight_.row_start(expert, number); }
 
   const Weight& weight_;
   const Scalar* data_;

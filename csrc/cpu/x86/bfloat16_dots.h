@@ -89,7 +89,7 @@ class BFloat16Dots : public IntegerDots<Numbers> {
     }
     if (tiny) *to = NAN;
   }
-  // Writes the sum of each group. -> the place of the next one
+  // Writes the sum of each group. -> where the next one goes
   static float* add_groups(const float* x, int64_t count, int64_t group, float* to) {
     for (int64_t i = 0; i < count; i += group) {
       const float sum = sum_of(x + i, group);

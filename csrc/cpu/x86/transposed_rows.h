@@ -19,7 +19,7 @@ class TransposedRows {
     expert_ = expert, first_ = first, count_ = count, step_ = step;
     chunks_ = at::divup(weight.columns, kDepth);
     tiles_.resize(at::divup(count, kPair) * 2 * chunks_ * kTileSize);
-    const auto* from = elements<at::BFloat16>(weight.data) + weight.place(expert, first);
+    const auto* from = elements<at::BFloat16>(weight.data) + weight.row_start(expert, first);
     for (int64_t b = 0; b < chunks_; ++b) {
       const int64_t left = weight.columns - b * kDepth;
       for (int64_t r = 0; r < count; r += kPair) {

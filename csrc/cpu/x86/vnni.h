@@ -78,7 +78,7 @@ class IntegerDots {
     int32_t begin[2][16];
     float units[16];  // of the lanes; in the first chunk: NaN if the token has no digits
     bool two;         // without the third digit
-    int32_t place;    // the index of its chunk in the row
+    int32_t index;    // the index of its chunk in the row
     int32_t rests;    // in the first chunk: how many chunks of rests follow
   };
   static const Chunk* chunks_of(const char* form) { return reinterpret_cast<const Chunk*>(form); }
@@ -120,8 +120,8 @@ class IntegerDots {
     return (rest - chunks) * sizeof(Chunk) + sums_of(rows) * sizeof(float);
   }
 
-  [[MOE_METAL_VNNI]] static void lay_out(const Digits& all, int64_t place, Chunk& chunk) {
-    chunk.place = static_cast<int32_t>(place);
+  [[MOE_METAL_VNNI]] static void lay_out(const Digits& all, int64_t index, Chunk& chunk) {
+    chunk.index = static_cast<int32_t>(index);
     chunk.two = all.two;
     const float unit = Numbers::kUnit * (all.two ? 256 : 1);
     const __m512 units = _mm512_mul_ps(_mm512_load_ps(all.units), _mm512_set1_ps(unit));
@@ -216,7 +216,7 @@ class IntegerDots {
     std::array<Vec, R> sums;
     sums.fill(Vec(0));
     for (int64_t i = whole; i < chunks + x->rests; ++i) {
-      const int64_t c = x[i].place, group = c * kColumns >> rows.shift;
+      const int64_t c = x[i].index, group = c * kColumns >> rows.shift;
       const int64_t groups = std::min(groups_of_chunk(rows), rows.groups - group);
       for (int r = 0; r < R; ++r) {
         const uint8_t* data = rows.data + (first + r) * rows.row;

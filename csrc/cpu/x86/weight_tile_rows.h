@@ -36,7 +36,7 @@ class WeightTileRows {
       packed_[which].rows = rows, packed_[which].next = next;
       return;
     }
-    const auto* data = elements<at::BFloat16>(weight_.data) + weight_.place(rows.expert, rows.first);
+    const auto* data = elements<at::BFloat16>(weight_.data) + weight_.row_start(rows.expert, rows.first);
     tile_rows_.read(which, {data, rows.step * weight_.row, weight_.column, rows.count, weight_.columns});
   }
 
