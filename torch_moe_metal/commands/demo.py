@@ -74,7 +74,7 @@ def compare_layer(device: str) -> float:
 
 def decoders(model: nn.Module, device: str) -> dict[str, Callable[[], nn.Module]]:
     """Functions that prepare the model, in this order. The last one packs it in place, to need less memory."""
-    from .transformers import unpatch
+    from ..transformers import unpatch
 
     ways = whole_model.variants(model, device)
     del ways["experts_implementation"]
