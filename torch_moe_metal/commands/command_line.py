@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     add(commands, chat, "chat", "a conversation in the terminal with a patched model", epilog=chat.EXAMPLES)
     fits = "in which format a model fits into a Mac's memory, and with how long a context"
     add(commands, fit, "fit", fits, epilog=fit.EXAMPLES)
-    add_report(commands, demo, "demo", "one real MoE layer, fused and stock")
+    add_report(commands, demo, "demo", "one MoE layer, and four layers of a model, ours and stock")
     add_report(commands, doctor, "doctor", "versions and devices, and a test of every op")
     times = "times of every op and of a model's block, compared with the memory bandwidth, PyTorch and transformers"
     add(commands, bench, "bench", times, description=None, epilog=BENCH)
