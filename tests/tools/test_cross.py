@@ -16,9 +16,10 @@ from cross import CrossError, MachO
 
 def test_every_source_for_a_mac_is_compiled():
     sources = {source for extension in cross.mac_extensions() for source in extension.sources}
-    wanted = {
-        str(file.relative_to(cross.ROOT)) for kind in ("cpp", "mm") for file in (cross.ROOT / "csrc").rglob(f"*.{kind}")
-    }
+    files = [
+        str(file.relative_to(cross.ROOT)) for file in (cross.ROOT / "csrc").rglob("*") if file.suffix in (".cpp", ".mm")
+    ]
+    wanted = {file for file in files if not file.startswith("csrc/cpu/x86/")}
     assert sources == wanted
 
 

@@ -15,7 +15,7 @@ from slow_sets import ROOT, TABLE
 
 # Run by `make test-arm` alone: it needs another processor, emulated.
 OTHERS = {"tests/test_arm.py"}
-MARK = re.compile(r"mark\.slow\b|mark\.slow_on_mps\b")
+MARK = re.compile(r"mark\.slow\b|mark\.slow_on_mps\b|\bneeds\(")  # `needs` of test_mutated_cpu_readers.py marks, too
 
 
 def has_slow_tests(file: Path) -> bool:
