@@ -301,6 +301,7 @@ COMMAND = [sys.executable, "-m", "torch_moe_metal", "chat"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
 
 
+@pytest.mark.slow
 def test_a_pipe(folder: Path):
     done = subprocess.run(
         [*COMMAND, folder, "--device", "cpu"], input="hello\n\nagain", capture_output=True, text=True, env=ENVIRONMENT
@@ -341,6 +342,7 @@ class Terminal:
         raise AssertionError("Ctrl-C does not leave")
 
 
+@pytest.mark.slow
 def test_a_terminal(tmp_path: Path):
     """Ctrl-C ends an answer, the conversation continues, and Ctrl-C at the prompt exits."""
     terminal = Terminal(served.checkpoint(tmp_path, eos_token_id=None), "--device", "cpu", "--temperature", 0)

@@ -411,6 +411,7 @@ FAR = {
 FAR |= {op: FAR["weighted_sum"] for op in ODD if op.startswith("weighted_sum_")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", FAR)
 def test_offsets_beyond_32_bits(op: str, mps: str) -> None:
     """In tensors with more than 2^32 elements, results of the last tokens do not depend on the others. Pages that are

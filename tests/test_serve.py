@@ -209,7 +209,7 @@ def test_a_temperature_turns_sampling_on(small):
     assert len({text_of(chat(small, temperature=2)) for _ in range(3)}) == 3
 
 
-@pytest.mark.parametrize("batched", [False, True], ids=["sequential", "batched"])
+@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sequential", "batched"])
 def test_an_answer_may_fill_the_context(folder: Path, batched: bool):
     check_full_context(folder, batched, context=280)
 
@@ -489,7 +489,8 @@ def test_checkpoints(tmp_path: Path, write, options: dict, format: str, batched:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["sequential", "batched"])
+@pytest.mark.slow
+@pytest.mark.parametrize("batched", [False, True], ids=["sequential", "batched"])
 def test_ctrl_c_ends_requests_and_the_server(folder: Path, batched: bool):
     arguments = ["--continuous-batching", "--context", "2048"] if batched else []
     with served.process(folder, *arguments) as process:

@@ -402,7 +402,13 @@ def once(function: Callable) -> Callable:
     return wrapped
 
 
-@pytest.mark.parametrize("where", ["forward", "sampling", "preparation", "scheduling", "update"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "forward",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("sampling", "preparation", "scheduling", "update")),
+    ],
+)
 def test_an_error_in_a_step_fails_its_requests_and_the_next_step_runs(batched, monkeypatch, where: str):
     expected = text_of(chat(batched))
     batch = batched.generation.get_manager("", use_cb=True)._cb.batch_processor

@@ -54,6 +54,7 @@ from torch_moe_metal import nn
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_a_first_token() -> None:
     """The first token of a Qwen3-30B-A3B layer needs one library per shader, and a pipeline for each dispatch. The
     prompt before it, and its warm-up, may compile more."""
