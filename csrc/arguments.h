@@ -93,6 +93,12 @@ class Arguments {
                 ", the dtype of ", first_name_, "; got ", dtype_name(dtype));
     return expanded(name, *tensor, letters, 2);
   }
+  Tensor bools(const char* name, const OptionalTensor& tensor, const char* letters) {
+    return of_dtype(name, tensor, letters, at::kBool);
+  }
+  Tensor float32(const char* name, const OptionalTensor& tensor, const char* letters) {
+    return of_dtype(name, tensor, letters, at::kFloat);
+  }
   // Cosines or sines of angles. The first dimension may be 1. -> a view of the full shape
   Tensor angles(const char* name, const Tensor& tensor, const char* letters) {
     check_parameter(name, tensor);
@@ -244,7 +250,9 @@ class Arguments {
                 ": its storage was freed or cut");
   }
 
-  static std::string spelled(char letter) { return letter == 'G' ? "2I" : std::string(1, letter); }
+  static std::string spelled(char letter) {
+    return letter == 'G' ? "2I" : letter == 'Q' ? "A/J" : std::string(1, letter);
+  }
   std::string prefix(const char* name) const { return c10::str("moe_metal::", op_, ": ", name, ": "); }
 
   // 1e+39, which is inf as float32
@@ -261,6 +269,14 @@ class Arguments {
     check_given(name, first);
     TORCH_CHECK(is_activation(dtype), prefix(dtype_of), "expected float32, float16 or bfloat16, got ",
                 dtype_name(dtype));
+  }
+  Tensor of_dtype(const char* name, const OptionalTensor& tensor, const char* letters, at::ScalarType dtype) {
+    if (!given(tensor)) return Tensor();
+    check_dense(name, *tensor);
+    TORCH_CHECK(tensor->scalar_type() == dtype, prefix(name), "expected ", dtype_name(dtype), ", got ",
+                dtype_name(tensor->scalar_type()));
+    check_shape(name, *tensor, letters);
+    return *tensor;
   }
   static bool is_activation(at::ScalarType dtype) {
     return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;

@@ -66,7 +66,8 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
   const auto& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (writes(schema.arguments()[i])) arguments[i].toTensor().unsafeGetTensorImpl()->bump_version();
+    if (!writes(schema.arguments()[i]) || arguments[i].isNone()) continue;
+    arguments[i].toTensor().unsafeGetTensorImpl()->bump_version();
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);

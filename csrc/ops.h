@@ -11,14 +11,16 @@
 #include "contract/attention.h"
 #include "contract/combine.h"
 #include "contract/experts.h"
+#include "contract/linear_attention.h"
 #include "contract/router.h"
+#include "contract/short_conv.h"
 #include "contract/weights.h"
 
 // In the order of torch_moe_metal/reference.py.
 #define MOE_METAL_OPS(op)                                                                                            \
   op(gate) op(route) op(glu) op(experts) op(linear) op(dequantize) op(weighted_sum) op(weighted_sum_residual_)       \
       op(weighted_sum_residual_norm_) op(weighted_sum_norm_add) op(weighted_sum_dual_norm_add) op(norm) op(norm_add) \
-          op(residual_norm) op(rope) op(attention)
+          op(residual_norm) op(rope) op(attention) op(linear_attention_) op(short_conv_)
 
 namespace moe_metal {
 

@@ -45,6 +45,10 @@ inline constexpr auto kNames = [] {
 MOE_METAL_ENUM(Scoring, softmax, sigmoid, sqrt_softplus)
 MOE_METAL_ENUM(Renormalize, none, before_scale, after_scale)
 MOE_METAL_ENUM(GroupScore, top2_sum, max)
+MOE_METAL_ENUM(Rule, delta, sum)
+MOE_METAL_ENUM(DecayKind, softplus, sigmoid)
+MOE_METAL_ENUM(ChannelOrder, qkv, vkq)
+MOE_METAL_ENUM(Pointwise, none, silu, sigmoid)
 MOE_METAL_ENUM(Activation, silu, gelu, gelu_tanh, relu2, swiglu_oai)
 
 // The routing options of the ops gate and route.
@@ -303,6 +307,10 @@ struct AttentionParams {
   ParameterType sinks;
   float scale, softcap;
 };
+
+// ------------------------------------------------------------------------------------------ linear attention
+
+MOE_METAL_CONSTANT int kMaxStateRows = 256;  // D
 
 // The params structs and their sizes in bytes. Both compilers check them, so shaders and host agree.
 // clang-format off

@@ -1,5 +1,5 @@
 """The specification: every op in a few lines of plain PyTorch. Read from top to bottom it is the MoE layer, followed by
-rope and attention.
+rope and attention. The layers that keep a state instead of keys and values are in recurrence.py.
 
 Each function is the definition of an op, the oracle of the tests (with float64 tensors it computes in float64), the
 fake function for torch.compile, and the text that `help` shows. arguments.py lists the letters of shapes; T may be any
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from . import ggml
 from .formats import FORMATS, Format
+from .recurrence import linear_attention_, short_conv_
+from .rounding import as_float, normed, rounded
 
 __all__ = [  # noqa: RUF022  the ops, in the order of this file
     "gate",
@@ -30,6 +32,8 @@ __all__ = [  # noqa: RUF022  the ops, in the order of this file
     "residual_norm",
     "rope",
     "attention",
+    "linear_attention_",
+    "short_conv_",
 ]
 
 INF = float("inf")
@@ -43,21 +47,6 @@ def tolerance(dtype: torch.dtype, longest_sum: int = 1) -> float:
     """The tolerance of a dtype: one rounding in 16 bits; in float32 it depends on the number of terms of the longest
     sum."""
     return TOLERANCES[dtype] if dtype.itemsize == 2 else TOLERANCES[torch.float32] * max(1.0, longest_sum / 1024) ** 0.5
-
-
-def as_float(x: Tensor) -> Tensor:
-    """At least float32: float64 inputs stay float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def rounded(x: Tensor, like: Tensor) -> Tensor:
-    """The only rounding of a result, to a contiguous tensor in the activations' dtype."""
-    return x.to(like.dtype).contiguous()
-
-
-def normed(x: Tensor, eps: float) -> Tensor:
-    """norm(x) = x * rsqrt(mean(x^2) + eps), over the last dimension."""
-    return as_float(x) * torch.rsqrt(as_float(x).square().mean(-1, keepdim=True) + eps)
 
 
 # ------------------------------------------------------------------------------------------------ router

@@ -47,15 +47,21 @@ inline bool overlaps_itself(const Tensor& tensor) {
   return std::adjacent_find(offsets.begin(), offsets.end()) != offsets.end();
 }
 
+inline void check_own_memory(const Arguments& args, const char* name, const Tensor& target) {
+  TORCH_CHECK(!overlaps_itself(target), args.prefix(name),
+              "expected a tensor whose elements have memory of their own, got one in which some share theirs; pass ", name,
+              ".clone()");
+}
+
+inline void check_apart(const Arguments& args, const char* name, const Tensor& target, const Tensor& other) {
+  const auto overlap = at::get_overlap_status(target, other);
+  TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial, args.prefix(name),
+              "expected memory that no other argument uses, got a tensor that overlaps one");
+}
+
 inline InPlace in_place(const Arguments& args, const Tensor& target, std::initializer_list<const Tensor*> inputs) {
-  TORCH_CHECK(!overlaps_itself(target), args.prefix("residual"),
-              "expected a tensor whose elements have memory of their own, got one in which some share theirs; pass "
-              "residual.clone()");
-  for (const Tensor* input : inputs) {
-    const auto overlap = at::get_overlap_status(target, *input);
-    TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-                args.prefix("residual"), "expected memory that no other argument uses, got a tensor that overlaps one");
-  }
+  check_own_memory(args, "residual", target);
+  for (const Tensor* input : inputs) check_apart(args, "residual", target, *input);
   return {target, target.contiguous()};
 }
 
