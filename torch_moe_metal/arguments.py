@@ -2,7 +2,8 @@
 
 T tokens, E experts, K experts per token, H hidden, I expert inner size, N rows of one weight; G is 2I, and U is the
 size of a scalar, 1 or H. Attention: B sequences, A query heads, J key heads, T queries, S keys, D size of a query and a
-key, V size of a value. Rope: also R angles. The C++ checks (csrc/contract/) use the same letters.
+key, V size of a value. Rope: also R angles. Linear attention: also W taps of C = 2JD + AV channels, P = W - 1 past rows, R kept rows, and
+a log of L rows of F numbers. The C++ checks (csrc/contract/) use the same letters.
 
 The tests draw their cases from this table, `bench` its rows and `doctor` its samples. Options are not in it: they are
 in the signatures in reference.py.
@@ -58,6 +59,12 @@ _ANGLES = {"cos": parameter("BTR"), "sin": parameter("BTR")}
 _HEAD_NORMS = {"q_norm_weight": parameter("D", True), "k_norm_weight": parameter("D", True)}
 #: A mask may also be bool, and its sizes B and A may be 1.
 _MASKED = {"mask": parameter("BATS", True), "sinks": parameter("A", True)}
+#: `decay` may be per channel, and v, decay, beta and gate may have a dimension for each of A's factors J and A/J.
+_GATES = {"decay": parameter("BTA"), "beta": parameter("BTA", True), "gate": optional("BTAV")}
+_RATES = {"log_rate": parameter("A", True), "decay_bias": parameter("A", True)}
+_CONVOLUTION = {"conv_weight": parameter("CW", True), "conv_bias": parameter("C", True), "past": optional("BPC")}
+_SEQUENCES = {"mask": Argument("BT", "bool", True), "offsets": Argument("N", "ids", True)}
+_STATES = {"state": Argument("BADV", "float32", True, True), "kept": Argument("BRC", optional=True, written=True)}
 _NORM = _RESIDUAL | {"input": Argument("TH"), "weight": parameter("H"), "scalar": parameter("U", True)}
 
 #: Every tensor argument of every op, in the order of its schema.
@@ -89,6 +96,17 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     "residual_norm": _NORM,
     "rope": {"q": Argument("BTAD"), "k": Argument("BTJD")} | _ANGLES | _HEAD_NORMS,
     "attention": {"q": Argument("BATD"), "k": Argument("BJSD"), "v": Argument("BJSV")} | _MASKED,
+    "linear_attention_": {"q": Argument("BTJD"), "k": Argument("BTJD"), "v": Argument("BTAV")}
+    | _GATES
+    | _RATES
+    | {"norm_weight": parameter("V", True), "skip": parameter("A", True)}
+    | _CONVOLUTION
+    | _SEQUENCES
+    | _STATES
+    | {"log": Argument("BLF", "float32", True, True)},
+    "short_conv_": {"x": Argument("BTC"), "weight": parameter("CW"), "bias": parameter("C", True)}
+    | {"input_gate": optional("BTC"), "output_gate": optional("BTC"), "past": optional("BPC")}
+    | {"kept": Argument("BRC", optional=True, written=True)},
 }
 
 #: The outputs of ops that do not return one tensor [T, H]. A router's weights are float32 and its ids int32; all other
@@ -103,6 +121,8 @@ RETURNS: dict[str, tuple[str, ...]] = {
     "residual_norm": ("TH", "TH"),
     "rope": ("BATD", "BJTD"),
     "attention": ("BTAV",),
+    "linear_attention_": ("BTAV",),
+    "short_conv_": ("BTC",),
 }
 
 ROUTERS = ("gate", "route")
