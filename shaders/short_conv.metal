@@ -34,8 +34,8 @@ template <typename T>
                            device T* kept [[buffer(6)]], device T* output [[buffer(7)]],
                            constant ShortConvParams& params [[buffer(8)]], uint2 group [[threadgroup_position_in_grid]],
                            uint thread_index [[thread_index_in_threadgroup]],
-                           uint threads [[threads_per_threadgroup]]) {
-  const ulong c = ulong(group.y) * threads + thread_index;
+                           uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const ulong c = ulong(group.y) * simdgroups * kSimdgroup + thread_index;
   const uint rows = params.T + params.R, t = group.x % rows;
   const ulong b = group.x / rows;
   if (b >= params.B || c >= params.C) return;

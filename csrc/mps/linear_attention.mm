@@ -147,14 +147,14 @@ void mps::run_linear_attention_(const LinearAttention& call) {
   const at::ScalarType dtype = call.q.scalar_type();
   Kernel& states = (grid.threads <= 256 ? kernel.few : kernel.many)[dtype];
   // Without tokens only the state, the log and what is kept have memory.
-  const Tensor q = written(call.q, 0), k = read(call.k), v = read(call.v), gate = read(call.gate);
+  const Tensor q = or_spare(call.q, 0), k = read(call.k), v = read(call.v), gate = read(call.gate);
   const Tensor decay = read(call.decay), beta = read(call.beta), mask = read(call.mask), past = read(call.past);
-  const Tensor state = written(call.state, 1), kept = written(call.kept, 2);
-  const Tensor log = written(call.log, 3);
+  const Tensor state = or_spare(call.state, 1), kept = or_spare(call.kept, 2);
+  const Tensor log = or_spare(call.log, 3), offsets = or_spare(call.offsets, 5);
   const int64_t rows = call.B * call.T * params.norm_rows;
   const bool in_groups = params.in_groups && call.T > 0;
   const Tensor results = in_groups ? at::empty({call.B, call.T, call.A, call.V}, call.q.options().dtype(at::kFloat))
-                                   : written(call.output, 4);
+                                   : or_spare(call.output, 4);
   const Grid norms = {in_groups ? to_uint(rows) : 0, 1, threads_for_row(rows, call.A / params.norm_rows * call.V)};
   launch({{states,
            grid,
@@ -172,13 +172,13 @@ void mps::run_linear_attention_(const LinearAttention& call) {
            call.conv_bias,
            past,
            mask,
-           call.offsets,
+           offsets,
            state,
            kept,
            log,
            results,
            params},
-          {groups[dtype], norms, results, gate, call.norm_weight, call.offsets, call.output, params}});
+          {groups[dtype], norms, results, gate, call.norm_weight, offsets, call.output, params}});
 }
 
 }  // namespace moe_metal

@@ -18,13 +18,14 @@ inline bool has_memory(const Tensor& tensor) { return tensor.defined() && tensor
 // An argument that is read. launch() binds the first argument in place of an absent one.
 inline Tensor read(const Tensor& tensor) { return has_memory(tensor) ? tensor : Tensor(); }
 
-// An argument that is written, or the first one. If it is absent it needs a buffer that no other argument has: that
-// number `index` of a few that are never written.
-inline Tensor written(const Tensor& tensor, int index) {
+// The same for an argument that is the first one, that is written, or whose elements are larger than an activation: if
+// it is absent it needs an aligned buffer that no other argument has. That is number `index` of a few small ones, which
+// are neither read nor written.
+inline Tensor or_spare(const Tensor& tensor, int index) {
   if (has_memory(tensor) || (tensor.defined() && tensor.is_meta())) return tensor;
-  static const auto& spares = *new std::array<Tensor, 5>([] {
-    const Tensor memory = at::empty({5, kVectorWidth}, at::TensorOptions(at::kMPS).dtype(at::kFloat));
-    return std::array<Tensor, 5>{memory[0], memory[1], memory[2], memory[3], memory[4]};
+  static const auto& spares = *new std::array<Tensor, 6>([] {
+    const Tensor memory = at::empty({6, kVectorWidth}, at::TensorOptions(at::kMPS).dtype(at::kFloat));
+    return std::array<Tensor, 6>{memory[0], memory[1], memory[2], memory[3], memory[4], memory[5]};
   }());
   return spares[index];
 }

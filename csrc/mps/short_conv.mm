@@ -33,8 +33,8 @@ void mps::run_short_conv_(const ShortConv& call) {
   };
   const int64_t threads = std::min<int64_t>(ceil_div(call.C, kSimdgroup) * kSimdgroup, kConvThreads);
   const Grid grid = {rows, ceil_div(call.C, threads), static_cast<int>(threads)};
-  launch(kernels[call.x.scalar_type()], grid, written(call.x, 0), call.weight, call.bias, read(call.input_gate),
-         read(call.output_gate), read(call.past), written(call.kept, 1), written(call.output, 2), params);
+  launch(kernels[call.x.scalar_type()], grid, or_spare(call.x, 0), call.weight, call.bias, read(call.input_gate),
+         read(call.output_gate), read(call.past), or_spare(call.kept, 1), or_spare(call.output, 2), params);
 }
 
 }  // namespace moe_metal
