@@ -62,37 +62,47 @@ Channel<T> channel_of(thread const LinearAttentionTensors<T>& tensors, uint i, t
   return channel;
 }
 
-// The sum over the taps, for `count` tokens from `first` on. With up to four taps each input is loaded once.
-template <typename T>
-void convolve(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, int first, uint count,
-              threadgroup float* sums, constant LinearAttentionParams& params) {
-  const int W = params.W, missing = kVectorWidth - W;
-  const ulong taps_at = channel.index * params.W;
-  if (missing < 0) {
-    for (uint t = 0; t < count; ++t) {
-      float sum = 0;
-      for (int i = 0; i < W; ++i) {
-        const float tap = load(tensors.conv_weight, taps_at + i, params.conv_weight);
-        sum = fma(tap, channel.input(first + int(t) + i - (W - 1)), sum);
-      }
-      sums[t * params.token_floats] = sum;
-    }
-    return;
-  }
-  float4 taps = 0, inputs = 0;
-#pragma unroll
-  for (int n = 0; n < kVectorWidth; ++n) {
-    if (n < missing) continue;
-    taps[n] = load(tensors.conv_weight, taps_at + (n - missing), params.conv_weight);
-    if (n > missing) inputs[n] = channel.input(first + n - kVectorWidth);
-  }
-  for (uint t = 0; t < count; ++t) {
-    inputs = float4(inputs.yzw, channel.input(first + int(t)));
+// Up to four taps, and the inputs of the last four tokens, so that each input is loaded once. Missing taps are the
+// first.
+struct Window {
+  float4 taps, inputs;
+  int missing;
+
+  float sum(float next) thread {
+    inputs = float4(inputs.yzw, next);
     float sum = 0;
 #pragma unroll
     for (int n = 0; n < kVectorWidth; ++n) sum = n < missing ? 0 : fma(taps[n], inputs[n], sum);
-    sums[t * params.token_floats] = sum;
+    return sum;
   }
+};
+
+template <typename T>
+Window window_before(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, int first,
+                     constant LinearAttentionParams& params) {
+  Window window;
+  window.taps = 0;
+  window.inputs = 0;
+  window.missing = kVectorWidth - int(params.W);
+#pragma unroll
+  for (int n = 0; n < kVectorWidth; ++n) {
+    if (n < window.missing) continue;
+    window.taps[n] = load(tensors.conv_weight, channel.index * params.W + (n - window.missing), params.conv_weight);
+    if (n > window.missing) window.inputs[n] = channel.input(first + n - kVectorWidth);
+  }
+  return window;
+}
+
+// The same for any number of taps.
+template <typename T>
+float sum_of_taps(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, int token,
+                  constant LinearAttentionParams& params) {
+  float sum = 0;
+  for (uint i = 0; i < params.W; ++i) {
+    const float tap = load(tensors.conv_weight, channel.index * params.W + i, params.conv_weight);
+    sum = fma(tap, channel.input(token - int(params.W - 1 - i)), sum);
+  }
+  return sum;
 }
 
 // Keys, queries and values of `count` tokens from `first` on.
@@ -100,33 +110,34 @@ template <typename T>
 void load_channels(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
                    thread const LinearAttentionWork& work, LinearAttentionThread at,
                    constant LinearAttentionParams& params) {
+  const bool is_convolved = params.conv_weight != ParameterType::absent, few_taps = params.W <= uint(kVectorWidth);
   for (uint i = at.index; i < 2 * params.key_rows + params.tile_columns; i += at.threads) {
     const Channel<T> channel = channel_of(tensors, i, work, params);
-    threadgroup float* values = memory + i;
-    const bool is_convolved = channel.exists && params.conv_weight != ParameterType::absent;
-    const bool is_masked = params.has_mask && channel.part != Part::query;
-    float bias = 0;
-    if (is_convolved) {
-      convolve(tensors, channel, int(first), count, values, params);
-      if (params.conv_bias != ParameterType::absent) bias = load(tensors.conv_bias, channel.index, params.conv_bias);
+    if (!channel.exists) {
+      for (uint t = 0; t < count; ++t) memory[t * params.token_floats + i] = 0;
+      continue;
     }
-    for (uint t = 0; t < count; ++t) {
-      threadgroup float& value = values[t * params.token_floats];
-      if (!channel.exists) {
-        value = 0;
-      } else if (is_convolved) {
-        value = pointwise(value + bias, params.activation);
-      } else {
-        value = channel.input(int(first + t));
+    const bool is_masked = params.has_mask && channel.part != Part::query;
+    Window window;
+    float bias = 0;
+    if (is_convolved && few_taps) window = window_before(tensors, channel, int(first), params);
+    if (params.conv_bias != ParameterType::absent) bias = load(tensors.conv_bias, channel.index, params.conv_bias);
+    device const T* next = channel.tokens + first * channel.row;
+    for (uint t = 0; t < count; ++t, next += channel.row) {
+      float x = float(*next);
+      if (is_convolved) {
+        x = few_taps ? window.sum(x) : sum_of_taps(tensors, channel, int(first + t), params);
+        x = pointwise(x + bias, params.activation);
       }
-      if (is_masked && !tensors.mask[mask_offset(work, first + t, params)]) value = 0;
+      if (is_masked && !tensors.mask[mask_offset(work, first + t, params)]) x = 0;
+      memory[t * params.token_floats + i] = x;
     }
   }
 }
 
 // ------------------------------------------------------------------------------------------ factors
 
-// The step of a head, or of a channel, and the factor of its state. `at` is the index of its bias.
+// The step of a head or a channel, and the factor of its state.
 inline float step_of(float raw, constant LinearAttentionParams& params) {
   const float step = softplus(raw);
   return step < params.step_min ? params.step_min : step > params.step_max ? params.step_max : step;

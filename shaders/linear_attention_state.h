@@ -32,69 +32,94 @@ StateLane state_lane(LinearAttentionThread at) {
 
 // ------------------------------------------------------------------------------------------ loads and stores
 
+// Makes the rows beyond D zero.
 template <uint KeyParts>
-StateTile load_state(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
+void zero_rows(thread StateTile& tile, StateLane lane, constant LinearAttentionParams& params) {
+  if (params.D == params.key_rows) return;
+#pragma unroll
+  for (uint j = 0; j < kStateRows; ++j) {
+#pragma unroll
+    for (uint r = 0; r < kVectorWidth; ++r) {
+      const uint row = lane.row + j * kVectorWidth * KeyParts + r;
+      tile.at[j][r] = row < params.D ? tile.at[j][r] : float4(0);
+    }
+  }
+}
+
+// Exchanges four rows with four columns.
+inline void transpose(thread StateTile& tile) {
+#pragma unroll
+  for (uint j = 0; j < kStateRows; ++j) {
+    const float4 a = tile.at[j][0], b = tile.at[j][1], c = tile.at[j][2], d = tile.at[j][3];
+    tile.at[j][0] = float4(a.x, b.x, c.x, d.x);
+    tile.at[j][1] = float4(a.y, b.y, c.y, d.y);
+    tile.at[j][2] = float4(a.z, b.z, c.z, d.z);
+    tile.at[j][3] = float4(a.w, b.w, c.w, d.w);
+  }
+}
+
+// `whole`: all rows and columns exist. Without conditions all loads can be under way at a time.
+template <uint KeyParts, bool whole>
+StateTile load_tile(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
   const ulong by_row = params.state.row, by_column = params.state.element;
   StateTile tile;
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
     const uint row = lane.row + j * kVectorWidth * KeyParts;
 #pragma unroll
-    for (uint r = 0; r < kVectorWidth; ++r) tile.at[j][r] = 0;
-    if (params.layout == StateLayout::columns) {
+    for (uint n = 0; n < kVectorWidth; ++n) {
+      tile.at[j][n] = 0;
+      if (j * kVectorWidth * KeyParts >= params.key_rows) continue;
+      if (params.layout == StateLayout::columns) {
+        const bool exists = whole || (row + n < params.D && lane.column < columns);
+        if (exists) tile.at[j][n] = load4_aligned(state + (row + n) * by_row + lane.column);
+      } else if (params.layout == StateLayout::rows) {
+        const bool exists = whole || (row < params.D && lane.column + n < columns);
+        if (exists) tile.at[j][n] = load4_aligned(state + (lane.column + n) * by_column + row);
+      } else if (params.layout == StateLayout::any) {
 #pragma unroll
-      for (uint r = 0; r < kVectorWidth; ++r) {
-        if (row + r < params.D && lane.column < columns) {
-          tile.at[j][r] = load4_aligned(state + (row + r) * by_row + lane.column);
+        for (uint c = 0; c < kVectorWidth; ++c) {
+          const bool exists = whole || (row + n < params.D && lane.column + c < columns);
+          if (exists) tile.at[j][n][c] = state[(row + n) * by_row + (lane.column + c) * by_column];
         }
-      }
-    } else if (params.layout == StateLayout::rows) {
-#pragma unroll
-      for (uint c = 0; c < kVectorWidth; ++c) {
-        if (row >= params.D || lane.column + c >= columns) continue;
-        const float4 four = load4_aligned(state + (lane.column + c) * by_column + row);
-#pragma unroll
-        for (uint r = 0; r < kVectorWidth; ++r) tile.at[j][r][c] = four[r];
-      }
-    } else if (params.layout == StateLayout::any) {
-#pragma unroll
-      for (uint i = 0; i < kVectorWidth * kVectorWidth; ++i) {
-        const uint r = i / kVectorWidth, c = i % kVectorWidth;
-        const bool exists = row + r < params.D && lane.column + c < columns;
-        if (exists) tile.at[j][r][c] = state[(row + r) * by_row + (lane.column + c) * by_column];
       }
     }
   }
+  if (params.layout == StateLayout::rows) transpose(tile);
   return tile;
 }
 
 template <uint KeyParts>
-void store_state(thread const StateTile& tile, device float* state, uint columns, StateLane lane,
+StateTile load_state(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
+  const bool whole = params.D == params.key_rows && columns == params.tile_columns;
+  return whole ? load_tile<KeyParts, true>(state, columns, lane, params)
+               : load_tile<KeyParts, false>(state, columns, lane, params);
+}
+
+template <uint KeyParts>
+void store_state(StateTile tile, device float* state, uint columns, StateLane lane,
                  constant LinearAttentionParams& params) {
   const ulong by_row = params.state.row, by_column = params.state.element;
+  if (params.layout == StateLayout::rows) transpose(tile);
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
     const uint row = lane.row + j * kVectorWidth * KeyParts;
-    if (params.layout == StateLayout::columns) {
 #pragma unroll
-      for (uint r = 0; r < kVectorWidth; ++r) {
-        if (row + r < params.D && lane.column < columns) {
-          store4_aligned(state + (row + r) * by_row + lane.column, tile.at[j][r]);
+    for (uint n = 0; n < kVectorWidth; ++n) {
+      if (params.layout == StateLayout::columns) {
+        if (row + n < params.D && lane.column < columns) {
+          store4_aligned(state + (row + n) * by_row + lane.column, tile.at[j][n]);
         }
-      }
-    } else if (params.layout == StateLayout::rows) {
+      } else if (params.layout == StateLayout::rows) {
+        if (row < params.D && lane.column + n < columns) {
+          store4_aligned(state + (lane.column + n) * by_column + row, tile.at[j][n]);
+        }
+      } else if (params.layout == StateLayout::any) {
 #pragma unroll
-      for (uint c = 0; c < kVectorWidth; ++c) {
-        if (row >= params.D || lane.column + c >= columns) continue;
-        const float4 four = float4(tile.at[j][0][c], tile.at[j][1][c], tile.at[j][2][c], tile.at[j][3][c]);
-        store4_aligned(state + (lane.column + c) * by_column + row, four);
-      }
-    } else if (params.layout == StateLayout::any) {
-#pragma unroll
-      for (uint i = 0; i < kVectorWidth * kVectorWidth; ++i) {
-        const uint r = i / kVectorWidth, c = i % kVectorWidth;
-        const bool exists = row + r < params.D && lane.column + c < columns;
-        if (exists) state[(row + r) * by_row + (lane.column + c) * by_column] = tile.at[j][r][c];
+        for (uint c = 0; c < kVectorWidth; ++c) {
+          const bool exists = row + n < params.D && lane.column + c < columns;
+          if (exists) state[(row + n) * by_row + (lane.column + c) * by_column] = tile.at[j][n][c];
+        }
       }
     }
   }
@@ -158,10 +183,8 @@ void update_state(thread StateTile& tile, threadgroup const float* token, float4
     const float4 key = load4_aligned(token + row);
 #pragma unroll
     for (uint r = 0; r < kVectorWidth; ++r) tile.at[j][r] = fma(float4(key[r]), update, tile.at[j][r]);
-    if (params.D == params.key_rows) continue;
-#pragma unroll
-    for (uint r = 0; r < kVectorWidth; ++r) tile.at[j][r] = row + r < params.D ? tile.at[j][r] : float4(0);
   }
+  zero_rows<KeyParts>(tile, lane, params);
 }
 
 // The same for a token of the log, whose update is where its value would be.
