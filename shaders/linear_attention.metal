@@ -32,8 +32,9 @@ void compute_tokens(thread StateTile& tile, uint count, threadgroup float* memor
   const bool writes_log = log_at >= 0 && lane.key_part < kVectorWidth && column < work.columns;
   for (uint t = 0; t < count; ++t) {
     threadgroup float* token = memory + t * params.token_floats;
-    const float update = next_token<KeyParts, delta>(tile, token, gates[t], gates[kStateTokens + t],
-                                                     gates[2 * kStateTokens + t], lane, params);
+    const TokenGates its_gates = {gates[t], gates[kStateTokens + t], gates[2 * kStateTokens + t]};
+    const float update = delta ? delta_token<KeyParts>(tile, token, its_gates, lane, params)
+                               : sum_token<KeyParts>(tile, token, its_gates, lane, params);
     if (writes_log) {
       const ulong index = ulong(work.head) * params.V + work.first_column + column;
       log_row(log, work, uint(log_at) + t, params)[index * params.log.element] = update;

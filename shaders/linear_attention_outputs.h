@@ -63,7 +63,7 @@ void store_zeros(device T* output, uint begin, uint end, thread const LinearAtte
 
 // ------------------------------------------------------------------------------------------ log and kept
 
-// Keys and decays of `count` tokens, into rows of the log from `row` on. next_token's updates are stored apart.
+// Keys and decays of `count` tokens, into rows of the log from `row` on. compute_tokens stores their updates.
 inline void store_log(device float* log, uint row, uint count, threadgroup const float* memory,
                       threadgroup const float* gates, thread const LinearAttentionWork& work, LinearAttentionThread at,
                       constant LinearAttentionParams& params) {

@@ -129,47 +129,19 @@ void store_state(StateTile tile, device float* state, uint columns, StateLane la
 
 inline float4 load4_aligned(threadgroup const float* at) { return *reinterpret_cast<threadgroup const float4*>(at); }
 
-// S = a * S. The sums over the lane's rows of S with key (x) and query (y), of its four columns.
-template <uint KeyParts, bool delta>
-void decay_and_sum(thread StateTile& tile, threadgroup const float* token, float decay, StateLane lane,
-                   thread float2* sums, constant LinearAttentionParams& params) {
+// S = a * S
+template <uint KeyParts>
+void decay_state(thread StateTile& tile, threadgroup const float* token, float decay, StateLane lane,
+                 constant LinearAttentionParams& params) {
   threadgroup const float* decays = token + 2 * (params.key_rows + params.tile_columns);
-  float4 seen = 0, read = 0;
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
     const uint row = lane.row + j * kVectorWidth * KeyParts;
     if (j * kVectorWidth * KeyParts >= params.key_rows) continue;
-    const float4 key = load4_aligned(token + row), query = load4_aligned(token + params.key_rows + row);
     const float4 factors = params.decays_channels ? load4_aligned(decays + row) : float4(decay);
 #pragma unroll
-    for (uint r = 0; r < kVectorWidth; ++r) {
-      tile.at[j][r] *= factors[r];
-      if (delta) seen = fma(float4(key[r]), tile.at[j][r], seen);
-      read = fma(float4(query[r]), tile.at[j][r], read);
-    }
+    for (uint r = 0; r < kVectorWidth; ++r) tile.at[j][r] *= factors[r];
   }
-#pragma unroll
-  for (uint c = 0; c < kVectorWidth; ++c) sums[c] = float2(seen[c], read[c]);
-}
-
-// Adds up the sums of all key parts. Each lane gets those of one column: the first one plus key_part % 4.
-template <uint KeyParts>
-float2 sum_of_column(thread const float2* sums, StateLane lane) {
-  const bool second = lane.key_part & 1, other_half = lane.key_part & 2;
-  const float2 first = (other_half ? sums[2] : sums[0]) + simd_shuffle_xor(other_half ? sums[0] : sums[2], 2);
-  const float2 next = (other_half ? sums[3] : sums[1]) + simd_shuffle_xor(other_half ? sums[1] : sums[3], 2);
-  float2 sum = (second ? next : first) + simd_shuffle_xor(second ? first : next, 1);
-  if (KeyParts > 4) sum += simd_shuffle_xor(sum, 4);
-  if (KeyParts > 8) sum += simd_shuffle_xor(sum, 8);
-  return sum;
-}
-
-// The inverse: from each lane's column to four columns in each lane.
-inline float4 columns_of_all(float value, StateLane lane) {
-  const float other = simd_shuffle_xor(value, 1);
-  const float2 two = lane.key_part & 1 ? float2(other, value) : float2(value, other);
-  const float2 others = simd_shuffle_xor(two, 2);
-  return lane.key_part & 2 ? float4(others, two) : float4(two, others);
 }
 
 // S = S + outer(key, update). Rows beyond D stay 0, also if an update is infinite.
@@ -187,36 +159,88 @@ void update_state(thread StateTile& tile, threadgroup const float* token, float4
   zero_rows<KeyParts>(tile, lane, params);
 }
 
-// The same for a token of the log, whose update is where its value would be.
+// vector @ S, of the lane's rows and columns.
 template <uint KeyParts>
-void replay_token(thread StateTile& tile, threadgroup const float* token, float decay, StateLane lane,
-                  constant LinearAttentionParams& params) {
-  threadgroup const float* decays = token + 2 * (params.key_rows + params.tile_columns);
+float4 product_of_rows(thread const StateTile& tile, threadgroup const float* vector, StateLane lane,
+                       constant LinearAttentionParams& params) {
+  float4 sum = 0;
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
     const uint row = lane.row + j * kVectorWidth * KeyParts;
     if (j * kVectorWidth * KeyParts >= params.key_rows) continue;
-    const float4 factors = params.decays_channels ? load4_aligned(decays + row) : float4(decay);
+    const float4 factors = load4_aligned(vector + row);
 #pragma unroll
-    for (uint r = 0; r < kVectorWidth; ++r) tile.at[j][r] *= factors[r];
+    for (uint r = 0; r < kVectorWidth; ++r) sum = fma(float4(factors[r]), tile.at[j][r], sum);
   }
-  const float4 update = load4_aligned(token + 2 * params.key_rows + lane.column);
-  update_state<KeyParts>(tile, token, update, lane, params);
+  return sum;
 }
 
-// -> the update of the lane's column, whose output it stores. The output is that of the decayed old state plus what the
-// update adds, so that one sum over all lanes is enough.
-template <uint KeyParts, bool delta>
-float next_token(thread StateTile& tile, threadgroup float* token, float decay, float beta, float product,
-                 StateLane lane, constant LinearAttentionParams& params) {
-  float2 sums[kVectorWidth];
-  decay_and_sum<KeyParts, delta>(tile, token, decay, lane, sums, params);
+// Adds up the sums of all key parts. Each lane gets that of one column: the first one plus key_part % 4. `Sum` is
+// float, or float2 for two sums.
+template <uint KeyParts, typename Sum>
+Sum sum_of_column(thread const Sum* sums, StateLane lane) {
+  const bool is_odd = lane.key_part & 1, is_upper = lane.key_part & 2;
+  const Sum first = (is_upper ? sums[2] : sums[0]) + simd_shuffle_xor(is_upper ? sums[0] : sums[2], 2);
+  const Sum second = (is_upper ? sums[3] : sums[1]) + simd_shuffle_xor(is_upper ? sums[1] : sums[3], 2);
+  Sum sum = (is_odd ? second : first) + simd_shuffle_xor(is_odd ? first : second, 1);
+  if (KeyParts > 4) sum += simd_shuffle_xor(sum, 4);
+  if (KeyParts > 8) sum += simd_shuffle_xor(sum, 8);
+  return sum;
+}
+
+// The inverse: from each lane's column to four columns in each lane.
+inline float4 columns_of_all(float value, StateLane lane) {
+  const float other = simd_shuffle_xor(value, 1);
+  const float2 two = lane.key_part & 1 ? float2(other, value) : float2(value, other);
+  const float2 others = simd_shuffle_xor(two, 2);
+  return lane.key_part & 2 ? float4(others, two) : float4(two, others);
+}
+
+// The factors of a token.
+struct TokenGates {
+  float decay, beta;
+  float product;  // of query and key
+};
+
+// A token of the delta rule. -> the update of the lane's column, whose output it stores. The output is that of the
+// decayed old state plus what the update adds, so that one sum over all lanes is enough.
+template <uint KeyParts>
+float delta_token(thread StateTile& tile, threadgroup float* token, TokenGates gates, StateLane lane,
+                  constant LinearAttentionParams& params) {
+  decay_state<KeyParts>(tile, token, gates.decay, lane, params);
+  const float4 seen = product_of_rows<KeyParts>(tile, token, lane, params);
+  const float4 read = product_of_rows<KeyParts>(tile, token + params.key_rows, lane, params);
+  const float2 sums[kVectorWidth] = {float2(seen.x, read.x), float2(seen.y, read.y), float2(seen.z, read.z),
+                                     float2(seen.w, read.w)};
   const float2 sum = sum_of_column<KeyParts>(sums, lane);
   threadgroup float* value = token + 2 * params.key_rows + lane.column + lane.key_part % kVectorWidth;
-  const float update = beta * (delta ? *value - sum.x : *value);
-  if (lane.key_part < kVectorWidth) value[params.tile_columns] = fma(product, update, sum.y);
+  const float update = gates.beta * (*value - sum.x);
+  if (lane.key_part < kVectorWidth) value[params.tile_columns] = fma(gates.product, update, sum.y);
   update_state<KeyParts>(tile, token, columns_of_all(update, lane), lane, params);
   return update;
+}
+
+// The same for the rule "sum", whose updates do not depend on the state.
+template <uint KeyParts>
+float sum_token(thread StateTile& tile, threadgroup float* token, TokenGates gates, StateLane lane,
+                constant LinearAttentionParams& params) {
+  threadgroup float* values = token + 2 * params.key_rows + lane.column;
+  decay_state<KeyParts>(tile, token, gates.decay, lane, params);
+  update_state<KeyParts>(tile, token, gates.beta * load4_aligned(values), lane, params);
+  const float4 read = product_of_rows<KeyParts>(tile, token + params.key_rows, lane, params);
+  const float sums[kVectorWidth] = {read.x, read.y, read.z, read.w};
+  const float sum = sum_of_column<KeyParts>(sums, lane);
+  threadgroup float* value = values + lane.key_part % kVectorWidth;
+  if (lane.key_part < kVectorWidth) value[params.tile_columns] = sum;
+  return gates.beta * *value;
+}
+
+// A token of the log, whose update is where its value would be.
+template <uint KeyParts>
+void replay_token(thread StateTile& tile, threadgroup const float* token, float decay, StateLane lane,
+                  constant LinearAttentionParams& params) {
+  decay_state<KeyParts>(tile, token, decay, lane, params);
+  update_state<KeyParts>(tile, token, load4_aligned(token + 2 * params.key_rows + lane.column), lane, params);
 }
 
 }  // namespace moe_metal

@@ -147,15 +147,15 @@ def test_thread_orders(mps: str, name: str):
         metal_sim.set_orders("forward")
 
 
-def test_infinite_update(mps: str):
+def test_infinite_state(mps: str):
     """Rows beyond the last one are not infinity times zero."""
-    args = some(drawn("one element"), 4, 5)
+    args = some(drawn("one element", rule="sum"), 4, 8)
     for name in ("conv_weight", "conv_bias", "past", "kept", "norm_weight", "skip"):
         del args[name]
-    args["v"][..., 0] = math.inf
+    args["v"][:, 0] = math.inf
     given, wide = on(mps, args), {n: t.double() if t.is_floating_point() else t for n, t in args.items()}
     wide["state"] = wide["state"].clone()
-    output, want = run(given), recurrence.linear_attention_(**wide)
+    output, want = run(given, rule="sum"), recurrence.linear_attention_(**wide, rule="sum")
     assert want.isinf().all() and torch.equal(output.cpu().double(), want)
     assert torch.equal(given["state"].cpu().double(), wide["state"])
 
@@ -212,14 +212,12 @@ def test_more_replayed_tokens_than_a_block(mps: str):
 def test_sequences_have_equal_bits_alone_and_packed(mps: str):
     """Offsets that decrease make empty sequences. Tokens outside of all sequences have outputs of 0."""
     args = drawn("four key parts, odd")
-    limits, (A, D, V) = [-3, 2, 9, 4, 9, 14], (2, 17, 33)
-    sequences = len(limits) - 1
     generator = torch.Generator().manual_seed(0)
-    args["state"] = torch.randn(sequences, A, D, V, generator=generator)
-    args["past"] = torch.randn(sequences, 3, args["conv_weight"].shape[0], generator=generator)
+    args["state"] = torch.randn(5, 2, 17, 33, generator=generator)
+    args["past"] = torch.randn(5, 3, args["conv_weight"].shape[0], generator=generator)
     args["kept"] = torch.full_like(args["past"], math.nan)
     del args["norm_weight"]
-    for limits in ([-3, 2, 9, 4, 9, 14], [3, 5, 5, 5, 6, 9]):
+    for limits in ([-3, 2, 9, 4, 9, 14], [3, 5, 5, 5, 6, 40]):
         packed, alone = on(mps, args), on(mps, args)
         output = run(packed | {"offsets": torch.tensor(limits, device=mps)})
         edges = torch.tensor(limits).clamp(0, 17).cummax(0).values.tolist()

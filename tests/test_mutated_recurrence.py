@@ -35,9 +35,8 @@ MASKED = suite.test_nan_of_masked_tokens_is_not_read, {}
 PACKED = suite.test_sequences_have_equal_bits_alone_and_packed, {}
 OUTSIDE = suite.test_tokens_outside_of_sequences_with_norms_of_groups, {"long": True}
 LAYOUTS = suite.test_layouts_of_the_state, {"name": "eight key parts"}
-CUTS = suite.test_cut_prompts_have_equal_bits, {"cuts": [7]}
 TAPS = suite.test_nan_reaches_as_many_tokens_as_there_are_taps, {"W": 3}
-INFINITE = suite.test_infinite_update, {}
+INFINITE = suite.test_infinite_state, {}
 NO_TOKENS = suite.test_no_tokens, {}
 
 DECAY = "tile.at[j][r] *= factors[r];"
@@ -54,16 +53,23 @@ MUTANTS = {
     ),
     "missing_taps_multiplied": Mutant("n < missing ? 0 : fma", "fma", "values", *TAPS),
     "past_from_the_wrong_row": Mutant("ulong(params.W - 1) * params.past.row", "0", "bounds", *cut("four key parts")),
-    "bias_of_the_first_channel": Mutant("channel.index, params.conv_bias", "0, params.conv_bias", "values", *CUTS),
+    "bias_of_the_first_channel": Mutant(
+        "channel.index, params.conv_bias", "0, params.conv_bias", "values", *cut("eight key parts")
+    ),
     "order_ignored": Mutant("params.order == ChannelOrder::qkv", "true", "values", *groups("four key parts", True)),
     "mask_ignored": Mutant("if (is_masked &&", "if (false &&", "values", *MASKED),
     "queries_masked": Mutant("channel.part != Part::query", "true", "values", *cut("eight key parts")),
-    "norm_of_keys_for_queries": Mutant("factors.y * params.scale", "factors.x * params.scale", "values", *CUTS),
+    "norm_of_keys_for_queries": Mutant(
+        "factors.y * params.scale", "factors.x * params.scale", "values", *cut("eight key parts")
+    ),
     "scale_forgotten": Mutant("factors.y * params.scale", "factors.y", "values", *cut("eight key parts")),
     "step_has_no_limit": Mutant("step > params.step_max", "false", "values", *groups("eight key parts", True)),
     "sigmoid_as_softplus": Mutant("== DecayKind::sigmoid", "== DecayKind(7)", "values", *channels("four key parts")),
     "bias_of_the_first_head": Mutant(
-        "? ulong(work.head) * params.D + d : work.head;\n  return raw", "? d : 0;\n  return raw", "values", *CUTS
+        "? ulong(work.head) * params.D + d : work.head;\n  return raw",
+        "? d : 0;\n  return raw",
+        "values",
+        *cut("eight key parts"),
     ),
     # the state
     "sums_before_the_decay": Mutant(
@@ -90,7 +96,7 @@ MUTANTS = {
     "rows_beyond_the_last": Mutant("zero_rows<KeyParts>(tile, lane, params);\n}", "}", "values", *INFINITE),
     "not_transposed": Mutant("transpose(tile);\n  return", "{}\n  return", "values", *LAYOUTS),
     "state_overrun": Mutant(
-        "row + n < params.D && lane.column + c < columns", "true", "bounds", *cut("four key parts, odd")
+        "row + n < params.D && lane.column + c < columns", "true", "race", *cut("four key parts, odd")
     ),
     "not_stored": Mutant("step == stored)", "step == stored && step < steps)", "values", *cut("four key parts")),
     # blocks
@@ -100,7 +106,7 @@ MUTANTS = {
     "last_token_of_a_block": Mutant(
         "for (uint t = 0; t < count; ++t) {\n    threadgroup float* token",
         "for (uint t = 0; t + (count == 1) < count; ++t) {\n    threadgroup float* token",
-        "uninitialized",
+        "values",
         *cut("four key parts"),
     ),
     "previous_block_overwritten": Mutant(
@@ -116,12 +122,11 @@ MUTANTS = {
         "values",
         *replayed("eight key parts"),
     ),
-    "replay_without_decay": Mutant(f"{DECAY}\n  }}", "}", "values", *replayed("eight key parts")),
-    "state_after_the_log": Mutant(
-        "stored = steps - params.L", "stored = steps", "values", *replayed("eight key parts")
+    "replay_without_decay": Mutant(
+        f"++r) {DECAY}\n  }}\n  const", "++r) {}\n  }\n  const", "values", *replayed("eight key parts")
     ),
     "log_from_the_wrong_row": Mutant(
-        "int(replay + step - stored)", "int(step - stored)", "values", *replayed("four key parts, odd")
+        "int(replay + step - stored)", "int(step - stored)", "race", *replayed("four key parts, odd")
     ),
     "log_of_both_heads": Mutant("if (work.has_key_head) to[", "if (true) to[", "race", *replayed("eight key parts")),
     "decays_of_the_first_head": Mutant(
