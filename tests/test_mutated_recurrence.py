@@ -39,9 +39,9 @@ TAPS = suite.test_nan_reaches_as_many_tokens_as_there_are_taps, {"W": 3}
 INFINITE = suite.test_infinite_state, {}
 NO_TOKENS = suite.test_no_tokens, {}
 
-DECAY = "tile.at[j][r] *= factors[r];"
-SUMS = """if (delta) seen = fma(float4(key[r]), tile.at[j][r], seen);
-      read = fma(float4(query[r]), tile.at[j][r], read);"""
+DECAY = "  decay_state<KeyParts>(tile, token, gates.decay, lane, params);\n"
+SEEN = "  const float4 seen = product_of_rows<KeyParts>(tile, token, lane, params);\n"
+UPDATE = "  update_state<KeyParts>(tile, token, gates.beta * load4_aligned(values), lane, params);\n"
 MUTANTS = {
     # inputs
     "tap_skipped": Mutant("n < missing ? 0 :", "n <= missing ? 0 :", "values", *cut("four key parts")),
@@ -63,6 +63,9 @@ MUTANTS = {
         "factors.y * params.scale", "factors.x * params.scale", "values", *cut("eight key parts")
     ),
     "scale_forgotten": Mutant("factors.y * params.scale", "factors.y", "values", *cut("eight key parts")),
+    "step_forgotten": Mutant(
+        "gates.beta * load4_aligned(values)", "load4_aligned(values)", "values", *groups("four key parts", True)
+    ),
     "step_has_no_limit": Mutant("step > params.step_max", "false", "values", *groups("eight key parts", True)),
     "sigmoid_as_softplus": Mutant("== DecayKind::sigmoid", "== DecayKind(7)", "values", *channels("four key parts")),
     "bias_of_the_first_head": Mutant(
@@ -72,15 +75,14 @@ MUTANTS = {
         *cut("eight key parts"),
     ),
     # the state
-    "sums_before_the_decay": Mutant(
-        f"{DECAY}\n      {SUMS}", f"{SUMS}\n      {DECAY}", "values", *cut("four key parts")
-    ),
-    "decay_forgotten": Mutant(f"{DECAY}\n      if", "if", "values", *cut("sixteen key parts")),
+    "sum_before_the_decay": Mutant(DECAY + SEEN, SEEN + DECAY, "values", *cut("four key parts")),
+    "decay_after_the_update": Mutant(DECAY + UPDATE, UPDATE + DECAY, "values", *groups("four key parts", True)),
+    "decay_forgotten": Mutant(DECAY + SEEN, SEEN, "values", *cut("sixteen key parts")),
     "decay_of_the_first_channels": Mutant(
         "load4_aligned(decays + row)", "load4_aligned(decays)", "values", *channels("eight key parts")
     ),
-    "beta_forgotten": Mutant("= beta * (delta", "= (delta", "values", *cut("eight key parts")),
-    "product_left_out": Mutant("fma(product, update, sum.y)", "sum.y", "values", *cut("eight key parts")),
+    "beta_forgotten": Mutant("gates.beta * (*value - sum.x)", "*value - sum.x", "values", *cut("eight key parts")),
+    "product_left_out": Mutant("fma(gates.product, update, sum.y)", "sum.y", "values", *cut("eight key parts")),
     "key_part_dropped": Mutant(
         "if (KeyParts > 4) sum += simd_shuffle_xor(sum, 4);", "", "values", *cut("eight key parts")
     ),
@@ -123,7 +125,7 @@ MUTANTS = {
         *replayed("eight key parts"),
     ),
     "replay_without_decay": Mutant(
-        f"++r) {DECAY}\n  }}\n  const", "++r) {}\n  }\n  const", "values", *replayed("eight key parts")
+        "  decay_state<KeyParts>(tile, token, decay, lane, params);\n", "", "values", *replayed("eight key parts")
     ),
     "log_from_the_wrong_row": Mutant(
         "int(replay + step - stored)", "int(step - stored)", "race", *replayed("four key parts, odd")
