@@ -23,12 +23,10 @@ from conftest import DEVICES, SIMULATED
 from packings import AFFINE, FP8, MXFP4
 from torch_moe_metal.commands.bench.random_weights import FORMATS
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal runs shaders that are not the project's"
-    ),
-]
+only_simulated = pytest.mark.skipif(
+    not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal runs shaders that are not the project's"
+)
+pytestmark = [pytest.mark.slow, only_simulated]
 
 HERE = Path(__file__).parent
 

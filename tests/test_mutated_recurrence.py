@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 
 import test_linear_attention_mps as suite
-from test_mutated_readers import Mutant, assert_detected, pytestmark, run_test  # noqa: F401
+from test_mutated_readers import Mutant, assert_detected, only_simulated, run_test
+
+pytestmark = [pytest.mark.slow, only_simulated]
 
 Test = tuple[Callable, dict]
 
