@@ -23,22 +23,21 @@ using namespace metal;
 
 namespace moe_metal {
 
-// Computes a block of tokens of one sequence, and stores their updates in the log, from `log_at` on if that is >= 0.
+// Computes a block of tokens. If they are logged, `updates` is the first element of their head in the log, and a lane
+// stores the updates of its column.
 template <uint KeyParts, bool delta>
 void compute_tokens(thread StateTile& tile, uint count, threadgroup float* memory, threadgroup const float* gates,
-                    device float* log, int log_at, thread const LinearAttentionWork& work, StateLane lane,
+                    device float* updates, bool is_logged, uint columns, StateLane lane,
                     constant LinearAttentionParams& params) {
   const uint column = lane.column + lane.key_part % kVectorWidth;
-  const bool writes_log = log_at >= 0 && lane.key_part < kVectorWidth && column < work.columns;
+  is_logged = is_logged && lane.key_part < kVectorWidth && column < columns;
+  updates += column * params.log.element;
   for (uint t = 0; t < count; ++t) {
     threadgroup float* token = memory + t * params.token_floats;
     const TokenGates its_gates = {gates[t], gates[kStateTokens + t], gates[2 * kStateTokens + t]};
     const float update = delta ? delta_token<KeyParts>(tile, token, its_gates, lane, params)
                                : sum_token<KeyParts>(tile, token, its_gates, lane, params);
-    if (writes_log) {
-      const ulong index = ulong(work.head) * params.V + work.first_column + column;
-      log_row(log, work, uint(log_at) + t, params)[index * params.log.element] = update;
-    }
+    if (is_logged) updates[t * params.log.row] = update;
   }
 }
 
@@ -98,18 +97,25 @@ template <typename T, uint KeyParts>
       }
       continue;
     }
-    load_channels(tensors, first, count, memory, work, at, params);
+    if (params.W <= uint(kVectorWidth)) {
+      load_channels<true>(tensors, first, count, memory, work, at, params);
+    } else {
+      load_channels<false>(tensors, first, count, memory, work, at, params);
+    }
     load_factors(tensors, first, count, memory, gates, work, at, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     norm_keys(count, memory, gates, at, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const int log_at = step >= stored ? int(replay + step - stored) : -1;
+    const bool is_logged = step >= stored;
+    const uint log_at = is_logged ? replay + step - stored : 0;
+    device float* updates =
+        log_row(log, work, log_at, params) + (ulong(work.head) * params.V + work.first_column) * params.log.element;
     if (params.rule == Rule::delta) {
-      compute_tokens<KeyParts, true>(tile, count, memory, gates, log, log_at, work, lane, params);
+      compute_tokens<KeyParts, true>(tile, count, memory, gates, updates, is_logged, work.columns, lane, params);
     } else {
-      compute_tokens<KeyParts, false>(tile, count, memory, gates, log, log_at, work, lane, params);
+      compute_tokens<KeyParts, false>(tile, count, memory, gates, updates, is_logged, work.columns, lane, params);
     }
-    if (log_at >= 0) store_log(log, uint(log_at), count, memory, gates, work, at, params);
+    if (is_logged) store_log(log, log_at, count, memory, gates, work, at, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_outputs(tensors, output, first, count, memory, work, at, params);
   }

@@ -105,12 +105,12 @@ float sum_of_taps(thread const LinearAttentionTensors<T>& tensors, thread const 
   return sum;
 }
 
-// Keys, queries and values of `count` tokens from `first` on.
-template <typename T>
+// Keys, queries and values of `count` tokens from `first` on. `few_taps`: at most four.
+template <bool few_taps, typename T>
 void load_channels(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
                    thread const LinearAttentionWork& work, LinearAttentionThread at,
                    constant LinearAttentionParams& params) {
-  const bool is_convolved = params.conv_weight != ParameterType::absent, few_taps = params.W <= uint(kVectorWidth);
+  const bool is_convolved = params.conv_weight != ParameterType::absent;
   for (uint i = at.index; i < 2 * params.key_rows + params.tile_columns; i += at.threads) {
     const Channel<T> channel = channel_of(tensors, i, work, params);
     if (!channel.exists) {

@@ -32,10 +32,14 @@ StateLane state_lane(LinearAttentionThread at) {
 
 // ------------------------------------------------------------------------------------------ loads and stores
 
+// Whether D may be any number, or is a multiple of the rows that the key parts have at a time. Only the kernel for long
+// keys takes any number: the conditions for rows beyond D take many registers.
+constexpr bool takes_any_rows(uint key_parts) { return key_parts == 16; }
+
 // Makes the rows beyond D zero.
 template <uint KeyParts>
 void zero_rows(thread StateTile& tile, StateLane lane, constant LinearAttentionParams& params) {
-  if (params.D == params.key_rows) return;
+  if (!takes_any_rows(KeyParts) || params.D == params.key_rows) return;
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
 #pragma unroll

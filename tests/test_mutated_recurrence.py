@@ -99,9 +99,7 @@ MUTANTS = {
     ),
     "rows_beyond_the_last": Mutant("zero_rows<KeyParts>(tile, lane, params);\n}", "}", "values", *INFINITE),
     "not_transposed": Mutant("transpose(tile);\n  return", "{}\n  return", "values", *LAYOUTS),
-    "state_overrun": Mutant(
-        "row + n < params.D && lane.column + c < columns", "true", "race", *cut("four key parts, odd")
-    ),
+    "state_overrun": Mutant("row + n < params.D && lane.column + c < columns", "true", "race", *cut("any rows")),
     "not_stored": Mutant("step == stored)", "step == stored && step < steps)", "values", *cut("four key parts")),
     # blocks
     "last_block_as_long_as_others": Mutant(
@@ -130,7 +128,7 @@ MUTANTS = {
         "  decay_state<KeyParts>(tile, token, decay, lane, params);\n", "", "values", *replayed("eight key parts")
     ),
     "log_from_the_wrong_row": Mutant(
-        "int(replay + step - stored)", "int(step - stored)", "race", *replayed("four key parts, odd")
+        "int(replay + step - stored)", "int(step - stored)", "race", *replayed("any rows")
     ),
     "log_of_both_heads": Mutant("if (work.has_key_head) to[", "if (true) to[", "race", *replayed("eight key parts")),
     "decays_of_the_first_head": Mutant(
@@ -166,7 +164,7 @@ MUTANTS = {
     "norm_before_the_gate": Mutant(
         "results[i] * (params.gate_first ? gated : 1)", "results[i]", "values", *groups("four key parts", False)
     ),
-    "heads_not_tiled": Mutant("params.tiled ?", "false ?", "values", *channels("eight key parts, odd")),
+    "heads_not_tiled": Mutant("params.tiled ?", "false ?", "values", *channels("many rows")),
     "skip_of_the_first_head": Mutant("tensors.skip, work.head", "tensors.skip, 0", "values", *cut("four key parts")),
     # short_conv_
     "conv_tap_skipped": Mutant("i < params.W; ++i", "i + 1 < params.W; ++i", "values", *convolution(9, 3, 1)),

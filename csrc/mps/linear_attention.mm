@@ -6,29 +6,35 @@
 namespace moe_metal {
 namespace {
 
-// A kernel for keys of up to `keys` elements. A simdgroup has 16 rows by 4 columns of a state in each lane, so the
-// longer the keys, the fewer columns it has. With more threads than 256, each has fewer registers.
+// With more threads, each would have fewer registers.
+constexpr int kMostThreads = 384;
+
+// A kernel for keys of up to 64, 128 or 256 elements. A lane has 16 rows by 4 columns of a state, so the more key parts
+// divide the rows, the fewer columns a simdgroup has.
 struct StateKernel {
-  StateKernel(const char* function, const char* part, int64_t key_parts, int64_t most_columns)
-      : few("linear_attention", function, 256, part),
-        many("linear_attention", function, 512, part),
+  StateKernel(const char* function, const char* part, int64_t key_parts)
+      : kernels("linear_attention", function, kMostThreads, part),
         rows(kVectorWidth * key_parts),
         columns(kSimdgroup / key_parts * kVectorWidth),
-        most_columns(most_columns) {}
+        most_columns(std::min<int64_t>(kMostThreads / kSimdgroup * columns, 256)) {}
 
-  Kernels few, many;
-  const int64_t rows;     // of a state that the lanes of a simdgroup have at a time; a lane has up to four times four
-  const int64_t columns;  // of a state, of a simdgroup
+  Kernels kernels;
+  const int64_t rows;          // that the lanes of a simdgroup have at a time; each lane has up to four of these
+  const int64_t columns;       // of a simdgroup
   const int64_t most_columns;  // of a threadgroup
 };
 
-StateKernel keys64("linear_attention_64", "keys64", 4, 256);
-StateKernel keys128("linear_attention_128", "keys128", 8, 256);
-StateKernel keys256("linear_attention_256", "keys256", 16, 128);
+StateKernel keys64("linear_attention_64", "keys64", 4);
+StateKernel keys128("linear_attention_128", "keys128", 8);
+StateKernel keys256("linear_attention_256", "keys256", 16);
 Kernels groups("linear_attention", "linear_attention_groups", 1024, "groups");
 
+// The kernel for the longest keys takes any number of rows; the others need whole ones.
 StateKernel& kernel_of(const LinearAttention& call) {
-  return call.D <= 64 ? keys64 : call.D <= 128 ? keys128 : keys256;
+  for (StateKernel* kernel : {&keys64, &keys128}) {
+    if (call.D <= 4 * kernel->rows && call.D % kernel->rows == 0) return *kernel;
+  }
+  return keys256;
 }
 
 uint64_t stride(const Tensor& tensor, int dim) { return static_cast<uint64_t>(tensor.stride(dim)); }
@@ -122,7 +128,8 @@ Grid divide(LinearAttentionParams& params, const LinearAttention& call, const St
   params.R = to_uint(call.R);
   params.L = to_uint(call.L);
   params.replay = to_uint(call.replay);
-  const int64_t simdgroups = ceil_div(std::min(call.V, kernel.most_columns), kernel.columns);
+  const int64_t tiles = ceil_div(call.V, kernel.most_columns);
+  const int64_t simdgroups = ceil_div(ceil_div(call.V, tiles), kernel.columns);
   const int64_t key_rows = ceil_div(call.D, kernel.rows) * kernel.rows, columns = simdgroups * kernel.columns;
   const int64_t floats = 2 * key_rows + 2 * columns + (call.decays_channels() ? key_rows : 0);
   params.key_rows = to_uint(key_rows);
@@ -145,7 +152,6 @@ void mps::run_linear_attention_(const LinearAttention& call) {
   set_tensors(params, call);
   const Grid grid = divide(params, call, kernel);
   const at::ScalarType dtype = call.q.scalar_type();
-  Kernel& states = (grid.threads <= 256 ? kernel.few : kernel.many)[dtype];
   // Without tokens only the state, the log and what is kept have memory.
   const Tensor q = or_spare(call.q, 0), k = read(call.k), v = read(call.v), gate = read(call.gate);
   const Tensor decay = read(call.decay), beta = read(call.beta), mask = read(call.mask), past = read(call.past);
@@ -156,7 +162,7 @@ void mps::run_linear_attention_(const LinearAttention& call) {
   const Tensor results = in_groups ? at::empty({call.B, call.T, call.A, call.V}, call.q.options().dtype(at::kFloat))
                                    : or_spare(call.output, 4);
   const Grid norms = {in_groups ? to_uint(rows) : 0, 1, threads_for_row(rows, call.A / params.norm_rows * call.V)};
-  launch({{states,
+  launch({{kernel.kernels[dtype],
            grid,
            q,
            k,

@@ -93,7 +93,7 @@ class Cuda:
 class Arguments(ctypes.Structure):
     """The struct of the same name in shim/metal.h."""
 
-    _fields_ = [("buffers", ctypes.c_uint64 * 31), ("_pad", ctypes.c_uint64), ("bytes", (ctypes.c_ubyte * 512) * 4)]
+    _fields_ = [("buffers", ctypes.c_uint64 * 31), ("_pad", ctypes.c_uint64), ("bytes", (ctypes.c_ubyte * 640) * 4)]
 
 
 class Kernels:

@@ -97,10 +97,10 @@ inline Triple builtin_value(Builtin b) {
   __builtin_unreachable();
 }
 
-// The arguments of a launch: buffers by index, and the bytes of setBytes, with 512 bytes for each index modulo 4.
+// The arguments of a launch: buffers by index, and the bytes of setBytes, with 640 bytes for each index modulo 4.
 struct Arguments {
   void* buffers[31];
-  alignas(16) unsigned char bytes[4][512];
+  alignas(16) unsigned char bytes[4][640];
 };
 
 // The kernel's only [[threadgroup(n)]] parameter; the launch sets its size.
@@ -119,7 +119,7 @@ template <class T>
 struct Bind<const T&> {
   template <Space S, uint32_t index>
   static const T& from(BufferArgument<S, index>, const Arguments& arguments) {
-    static_assert(sizeof(T) <= 512);
+    static_assert(sizeof(T) <= 640);
     return *reinterpret_cast<const T*>(arguments.bytes[index % 4]);
   }
 };
