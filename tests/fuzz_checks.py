@@ -52,7 +52,7 @@ def run(drawn: Call, args: dict) -> list[Tensor]:
     """The op's outputs, and copies of the tensors it wrote."""
     with drawn.mode():
         found = call(getattr(torch.ops.moe_metal, drawn.op), drawn.op, args, drawn.options)
-    own = len(found) - len(written(drawn.op))
+    own = len(found) - len(written(drawn.op, args))
     for output in found[:own]:
         assert output.is_contiguous(), f"an output has strides {output.stride()}"
         others = [arg for arg in args.values() if isinstance(arg, Tensor) and arg.layout == torch.strided]
@@ -81,7 +81,7 @@ def untouched(drawn: Call, device: str, memories: list[Tensor], before: list[Ten
         return
     assert wrote, "it raised, and had written"
     lazy = {change.name for change in drawn.changes_on(device) if change.what == "lazy_clone"}
-    for name in set(written(drawn.op)) - lazy:
+    for name in set(written(drawn.op, drawn.places)) - lazy:
         place = drawn.places[name]
         (which,) = {
             number for number, memory in enumerate(dict.fromkeys(id(p.memory) for p in drawn.places.values()))
@@ -208,7 +208,7 @@ def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tenso
     others = [likes, *(expected(op, noisy(values, device, seed, drawn.case.bits), options) for seed in (1, -1, 2, -2))]
     # A token's experts are added one by one. If they are similar, all roundings have the same direction, so errors grow
     # with the number of experts, not with its square root.
-    experts = any("K" in letters for letters in (*drawn.case.shapes.values(), *outputs(op)))
+    experts = any("K" in letters for letters in (*drawn.case.shapes.values(), *outputs(op, drawn.case.shapes)))
     longest = max(drawn.case.longest_sum, 4 * drawn.case.dims["K"] ** 2 * experts)
     if not drawn.good:  # a row of norm may then have a million elements (seed 1, 80 of norm alone)
         longest = max([longest, *(v.shape[-1] for v in values.values() if isinstance(v, Tensor) and v.dim())])

@@ -14,7 +14,7 @@ import torch_moe_metal
 from cases import SAMPLES, call
 from checks import same_bits
 from torch_moe_metal import packing, reference
-from torch_moe_metal.arguments import ARGUMENTS, DTYPES, outputs, written
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, outputs, shapes, written
 from torch_moe_metal.formats import BITS, FORMATS, GROUPS, any_of
 
 OPS = tuple(ARGUMENTS)
@@ -36,7 +36,7 @@ def test_schema_table_and_signature_agree(op: str):
     assert [a.name for a in schema.arguments if a.kwarg_only] == [
         p.name for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY
     ]
-    assert len(schema.returns) + len(written(op)) == len(outputs(op))
+    assert len(schema.returns) + len(written(op)) == len(outputs(op, shapes(op, ARGUMENTS[op])))
 
 
 def test_every_op_is_documented_everywhere():

@@ -103,7 +103,7 @@ class Call:
         """The sizes that it depends on."""
         if self.op == "block":
             return set("EKHI")
-        found = {letter for letters in (*self.shapes.values(), *arguments.outputs(self.op)) for letter in letters}
+        found = {letter for letters in (*self.shapes.values(), *arguments.outputs(self.op, self.shapes)) for letter in letters}
         return found | set("I" if "G" in found else "") | set("K" if self.op == "glu" else "")
 
     def size(self, letters: str) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class Call:
     @property
     def written(self) -> int:
         """Bytes of the outputs."""
-        letters = ["TH"] if self.op == "block" else arguments.outputs(self.op)
+        letters = ["TH"] if self.op == "block" else arguments.outputs(self.op, self.shapes)
         return sum(prod(self.size(s)) for s in letters) * (4 if self.op in ROUTERS else self.dtype.itemsize)
 
     @property
