@@ -50,15 +50,19 @@ inline float dot(const float* a, const float* b, int64_t n) {
 
 // ---------------------------------------------------------------------------------------------- one token
 
-// S = a * S + outer(k, u), for N vectors of columns.
+// S = a * S + outer(k, u), for N vectors of columns. These are loops because GCC 12 keeps arrays of vectors in memory if
+// unrolled<>() is used.
 template <int N, class Count>
-inline void update_columns(const HeadState& state, int64_t D, int64_t first, const float* a, const float* k,
-                           const Vec (&u)[N], Count count) {
-  for (int64_t d = 0; d < D; ++d) {
-    float* row = state.data + d * state.row + first;
-    unrolled<N>([&](auto n) {
-      store(row + n * kLanes, at::vec::fmadd(Vec(k[d]), u[n], Vec(a[d]) * load(row + n * kLanes, count)), count);
-    });
+inline void update_columns(const HeadState& state, const HeadTokens& token, int64_t first, const Vec (&u)[N],
+                           Count count) {
+  const int64_t D = token.D, step = state.row;
+  const float *a = token.a, *k = token.k;
+  float* row = state.data + first;
+  for (int64_t d = 0; d < D; ++d, row += step) {
+    const Vec factor(a[d]), key(k[d]);
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
+      store(row + n * kLanes, at::vec::fmadd(key, u[n], factor * load(row + n * kLanes, count)), count);
+    }
   }
 }
 
@@ -66,25 +70,27 @@ inline void update_columns(const HeadState& state, int64_t D, int64_t first, con
 template <int N, class Count>
 inline void token_columns(const HeadState& state, const HeadTokens& token, bool delta, float qk, int64_t first,
                           Count count) {
+  const int64_t D = token.D, step = state.row;
+  const float *a = token.a, *k = token.k, *q = token.q, *row = state.data + first;
   Vec seen[N], output[N], u[N];
-  unrolled<N>([&](auto n) { seen[n] = output[n] = Vec(0); });
-  for (int64_t d = 0; d < token.D; ++d) {
-    const float* row = state.data + d * state.row + first;
-    const Vec k(token.k[d] * token.a[d]), q(token.q[d] * token.a[d]);
-    unrolled<N>([&](auto n) {
+  MOE_METAL_UNROLL for (int n = 0; n < N; ++n) seen[n] = output[n] = Vec(0);
+  for (int64_t d = 0; d < D; ++d, row += step) {
+    const Vec key(k[d] * a[d]), query(q[d] * a[d]);
+    MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
       const Vec s = load(row + n * kLanes, count);
-      seen[n] = at::vec::fmadd(k, s, seen[n]);
-      output[n] = at::vec::fmadd(q, s, output[n]);
-    });
+      seen[n] = at::vec::fmadd(key, s, seen[n]);
+      output[n] = at::vec::fmadd(query, s, output[n]);
+    }
   }
-  unrolled<N>([&](auto n) {
+  const Vec weight(*token.b), own(qk);
+  MOE_METAL_UNROLL for (int n = 0; n < N; ++n) {
     const int64_t at = first + n * kLanes;
     const Vec v = load(token.v + at, count);
-    u[n] = (delta ? v - seen[n] : v) * Vec(*token.b);
+    u[n] = (delta ? v - seen[n] : v) * weight;
     store(token.u + at, u[n], count);
-    store(token.o + at, at::vec::fmadd(Vec(qk), u[n], output[n]), count);
-  });
-  update_columns(state, token.D, first, token.a, token.k, u, count);
+    store(token.o + at, at::vec::fmadd(own, u[n], output[n]), count);
+  }
+  update_columns(state, token, first, u, count);
 }
 
 // Calls body(integral_constant N, first, count) for tiles of N vectors of columns.
@@ -129,8 +135,8 @@ inline void replay_token(const HeadState& state, const HeadTokens& token) {
   if (state.column == 1) {
     for_each_column_tile(token.V, [&](auto n, int64_t first, auto count) {
       Vec u[decltype(n)::value];
-      unrolled<decltype(n)::value>([&](auto i) { u[i] = load(token.u + first + i * kLanes, count); });
-      update_columns(state, token.D, first, token.a, token.k, u, count);
+      for (int i = 0; i < n; ++i) u[i] = load(token.u + first + i * kLanes, count);
+      update_columns(state, token, first, u, count);
     });
     return;
   }
@@ -159,7 +165,7 @@ struct ChunkFactors {
 
   void compute(const HeadTokens& tokens) {
     for (int64_t d = 0; d < tokens.D; d += kLanes) products_with_decays(tokens, d);
-    for (int i = 0; i < kChunkTokens; ++i) products_of_tokens(tokens, i);
+    unrolled<kChunkTokens>([&](auto i) { products_of_tokens<i>(tokens); });
   }
 
  private:
@@ -197,57 +203,61 @@ struct ChunkFactors {
   }
 
   // L[i][j] and M[i][j] for all j.
-  void products_of_tokens(const HeadTokens& tokens, int i) {
+  template <int i>
+  void products_of_tokens(const HeadTokens& tokens) {
     const int64_t length = tokens.key_length();
-    Vec of_k[kChunkTokens], of_q[kChunkTokens];
-    for (int j = 0; j < kChunkTokens; ++j) of_k[j] = of_q[j] = Vec(0);
+    const float *of_a = tokens.a, *of_k = tokens.k, *of_q = tokens.q;
+    Vec by_k[i + 1], by_q[i + 1];
+    MOE_METAL_UNROLL for (int j = 0; j <= i; ++j) by_k[j] = by_q[j] = Vec(0);
     for (int64_t d = 0; d < tokens.D; d += kLanes) {
-      const Vec k = load(tokens.k + i * length + d, Whole()), q = load(tokens.q + i * length + d, Whole());
-      of_q[i] = at::vec::fmadd(q, k, of_q[i]);
+      const Vec k = load(of_k + i * length + d, Whole()), q = load(of_q + i * length + d, Whole());
+      by_q[i] = at::vec::fmadd(q, k, by_q[i]);
       Vec decay(1);
-      for (int j = i - 1; j >= 0; --j) {
-        decay = decay * load(tokens.a + (j + 1) * length + d, Whole());
-        const Vec decayed = decay * load(tokens.k + j * length + d, Whole());
-        of_k[j] = at::vec::fmadd(k, decayed, of_k[j]);
-        of_q[j] = at::vec::fmadd(q, decayed, of_q[j]);
+      MOE_METAL_UNROLL for (int j = i - 1; j >= 0; --j) {
+        decay = decay * load(of_a + (j + 1) * length + d, Whole());
+        const Vec decayed = decay * load(of_k + j * length + d, Whole());
+        by_k[j] = at::vec::fmadd(k, decayed, by_k[j]);
+        by_q[j] = at::vec::fmadd(q, decayed, by_q[j]);
       }
     }
-    for (int j = 0; j <= i; ++j) L[i][j] = -sum(of_k[j]), M[i][j] = sum(of_q[j]);
+    MOE_METAL_UNROLL for (int j = 0; j <= i; ++j) L[i][j] = -sum(by_k[j]), M[i][j] = sum(by_q[j]);
   }
 };
 
 // A chunk for a vector of columns of a state whose rows are contiguous.
 template <bool delta, class Count>
-[[gnu::flatten]] inline void chunk_columns(const HeadState& state, const HeadTokens& tokens,
-                                           const ChunkFactors& factors, int64_t first, Count count) {
+inline void chunk_columns(const HeadState& state, const HeadTokens& tokens, const ChunkFactors& factors, int64_t first,
+                          Count count) {
   constexpr int C = kChunkTokens;
-  const int64_t length = tokens.value_length();
+  const int64_t D = tokens.D, row = state.row, length = tokens.value_length();
+  float* const data = state.data + first;
   Vec seen[C], output[C], u[C];
-  unrolled<C>([&](auto i) { seen[i] = output[i] = Vec(0); });
-  for (int64_t d = 0; d < tokens.D; ++d) {
-    const Vec s = load(state.data + d * state.row + first, count);
+  MOE_METAL_UNROLL for (int i = 0; i < C; ++i) seen[i] = output[i] = Vec(0);
+  for (int64_t d = 0; d < D; ++d) {
+    const Vec s = load(data + d * row, count);
     const float* read = factors.reads + d * ChunkFactors::kReadRows;
-    unrolled<C>([&](auto i) {
+    MOE_METAL_UNROLL for (int i = 0; i < C; ++i) {
       if constexpr (delta) seen[i] = at::vec::fmadd(Vec(read[i]), s, seen[i]);
       output[i] = at::vec::fmadd(Vec(read[C + i]), s, output[i]);
-    });
+    }
   }
-  unrolled<C>([&](auto i) {
+  MOE_METAL_UNROLL for (int i = 0; i < C; ++i) {
     Vec value = load(tokens.v + i * length + first, count);
     if constexpr (delta) {
       value = value - seen[i];
-      unrolled<i>([&](auto j) { value = at::vec::fmadd(Vec(factors.L[i][j]), u[j], value); });
+      MOE_METAL_UNROLL for (int j = 0; j < i; ++j) value = at::vec::fmadd(Vec(factors.L[i][j]), u[j], value);
     }
     u[i] = value * Vec(tokens.b[i]);
-    unrolled<i + 1>([&](auto j) { output[i] = at::vec::fmadd(Vec(factors.M[i][j]), u[j], output[i]); });
+    MOE_METAL_UNROLL for (int j = 0; j <= i; ++j) {
+      output[i] = at::vec::fmadd(Vec(factors.M[i][j]), u[j], output[i]);
+    }
     store(tokens.o + i * length + first, output[i], count);
-  });
-  for (int64_t d = 0; d < tokens.D; ++d) {
-    float* row = state.data + d * state.row + first;
+  }
+  for (int64_t d = 0; d < D; ++d) {
     const float* write = factors.writes + d * ChunkFactors::kWrites;
-    Vec s = Vec(write[C]) * load(row, count);
-    unrolled<C>([&](auto i) { s = at::vec::fmadd(Vec(write[i]), u[i], s); });
-    store(row, s, count);
+    Vec s = Vec(write[C]) * load(data + d * row, count);
+    MOE_METAL_UNROLL for (int i = 0; i < C; ++i) s = at::vec::fmadd(Vec(write[i]), u[i], s);
+    store(data + d * row, s, count);
   }
 }
 

@@ -33,7 +33,7 @@ from .report import json_of
 
 PROMPT, TOKENS = 512, 16
 CONTEXT = [64, 4096, 16384]
-WHOLE = ("qwen3-30b-a3b", "gpt-oss-20b")  # the models that can be measured
+WHOLE = ("qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-35b-a3b")  # the models that can be measured
 #: GGUF files use more bits for some weights: the usual format and the larger one.
 MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
 EXPERTS_ONLY = ["!experts"]  # `skip` of everything else
@@ -167,12 +167,16 @@ def prefill(model: nn.Module, ids: torch.Tensor) -> float:
 
 
 def filled_cache(model: nn.Module, context: int):
-    """transformers' cache as if the model had read this many tokens."""
+    """transformers' cache as if the model had read this many tokens. The states of linear attention do not depend on
+    that: they begin with the first token."""
     from transformers import DynamicCache
+    from transformers.cache_utils import LinearAttentionLayer
 
     config, weight = model.config, model.lm_head.weight
     cache = DynamicCache(config=config)
-    for index in range(len(cache.layers)):
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionLayer):
+            continue
         shape = 1, config.num_key_value_heads, context, config.head_dim
         keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=weight.device) for _ in range(2))
         cache.update(keys, values, index)
