@@ -279,13 +279,13 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
     dims["J"] = rng.choice((1, 1, 2, 5))
     if op == "rope":
         dims |= {"D": max(2, dims["D"]), "R": 1}
-    if op in ROWS_KEPT:
-        dims |= {"D": min(dims["D"], 256), "T": min(dims["T"], 67), "W": rng.choice((1, 2, 3, 4, 4, 5))}
-        dims |= {"R": 1, "L": 1} | ({"C": rng.choice(SIZES)} if op == "short_conv_" else {})
     heads = rng.choice((1, 1, 2, 3, 8, 17))  # query heads that share one of these
     if rng.random() < 0.01:
         dims |= {"T": rng.choice(SIZES_LARGE), "K": 2, "E": 8} | dict.fromkeys("HI", rng.choice(SIZES_LARGE[:2]))
         most = 2e7 if op not in ("gate", "experts") else most
+    if op in ROWS_KEPT:
+        dims |= {"D": min(dims["D"], 256), "T": min(dims["T"], 67), "W": rng.choice((1, 2, 3, 4, 4, 5))}
+        dims |= {"R": 1, "L": 1} | ({"C": rng.choice(SIZES)} if op == "short_conv_" else {})
     dims["T"] = 0 if rng.random() < 0.03 else dims["T"]
     letters = [
         letter for letter in dims if any(letter in text.replace("G", "I") for text in shapes(op, given).values())
