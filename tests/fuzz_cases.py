@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cases import OPTIONAL, Args, Case
 from cases.grids import PAIRS
+from cases.linear_attention import by_channel, grouped, norm_of_groups, usual_log
 from checks import Guarded, with_leading
 from torch_moe_metal import formats, max_experts, reference
 from torch_moe_metal.arguments import (
@@ -37,6 +38,8 @@ from torch_moe_metal.arguments import (
 SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
 SIZES_LARGE = (1024, 1031, 2048, 2053)
 NUMBERS = (0.25, 1.0, 1.702, 2.5, 7.0, 30.0)  # the values of numeric options
+NUMBERS_OF = {"lower_bound": (-5.0, -0.25, 0.0), "step_min": (0.0, 0.25), "step_max": (0.25, 2.5), "beta_scale": (0.5, 1.0, 2.0)}
+ROWS_KEPT = tuple(op for op in ARGUMENTS if "kept" in ARGUMENTS[op])
 
 
 @dataclass
@@ -127,10 +130,14 @@ def draw(seed: int, number: int) -> Call:
         options |= {"group_size": 0 if packed["down_format"] else rng.choice((0, group_size(packed)))}
     if any(format_of(name, options) != "dense" for name in weights(op)):
         options.pop("transposed", None)
+    if op in ROWS_KEPT:
+        draw_rows(op, given, dims, options, rng)
     widths = {name: packed[name] for name in ("bits", "group", "scale_dtype")}
     case = Case(op, f"fuzz-{seed}-{number}", dims, given, options, dtype, parameters, hostile=True, **widths)
     notes: list[str] = []
     args = case.arguments()
+    if op == "linear_attention_":
+        draw_heads(args, dims, options, rng)
     for _ in range(rng.choice((0, 0, 1, 2))):
         notes.append(make_hostile(case, args, rng))
     for name in own_scales(case):
@@ -142,11 +149,11 @@ def draw(seed: int, number: int) -> Call:
     for name, argument in ARGUMENTS[op].items():
         if name in args and argument.kind == "parameter" and rng.random() < 0.2:
             args[name] = args[name].to(rng.choice((torch.float32, dtype)))
-        if name in args and argument.kind == "ids" and args[name].dtype == torch.int32:
+        if name in args and argument.kind in ("ids", "offsets") and args[name].dtype == torch.int32:
             args[name] = args[name].to(rng.choice((torch.int32, torch.int64)))
     if op == "rope":
         draw_angles_and_norms(args, rng)
-    if "mask" in args:
+    if op == "attention" and "mask" in args:
         args["mask"] = draw_mask(args["mask"], rng)
     args = with_leading(case, args, draw_leading(dims["T"], rng))
     call = Call(op, case, lay_out_all(case, args, rng), options, notes=notes)
@@ -167,9 +174,10 @@ def draw(seed: int, number: int) -> Call:
 
 def draw_given(op: str, rng: random.Random) -> tuple[str, ...]:
     given = {name for name in optional_arguments(op) if rng.random() < 0.5}
-    if "shared_gate" in given:
-        given.add("shared")
-    return tuple(name for name in OPTIONAL[op] if name in given)
+    given |= {ARGUMENTS[op][name].needs for name in given}
+    if "offsets" in ARGUMENTS[op] and rng.random() < 0.2:
+        given = given - {"log"} | {"offsets"}
+    return tuple(name for name in ARGUMENTS[op] if name in given)
 
 
 def draw_mask(mask: Tensor, rng: random.Random) -> Tensor:
@@ -186,6 +194,41 @@ def draw_angles_and_norms(args: Args, rng: random.Random) -> None:
     for heads, name in (("q", "q_norm_weight"), ("k", "k_norm_weight")):
         if name in args and rng.random() < 0.5:
             args[name] = args[name].repeat(args[heads].shape[2], 1)
+
+
+def draw_rows(op: str, given: tuple[str, ...], dims: dict[str, int], options: dict, rng: random.Random) -> None:
+    """Sizes of convolutions, logs and sequences, and the options that depend on them."""
+    if op == "short_conv_":
+        options["dilation"] = rng.choice((1, 1, 2, 5))
+        dims["P"] = (dims["W"] - 1) * options["dilation"]
+    elif options.get("rule") == "sum":
+        options["decay_kind"] = "softplus"
+    else:
+        if options.get("qk_eps", 0) is None and dims["T"] > 8:
+            options["qk_eps"] = 1e-6  # the state would grow without a limit
+        if rng.random() < 0.3:
+            dims["F"] = dims["A"] * (dims["V"] + dims["D"]) + dims["J"] * dims["D"]  # decays per channel
+    if "offsets" in given:
+        dims |= {"B": 1, "S": rng.choice((1, 2, 5))}
+        dims["N"] = dims["S"] + 1
+    dims["R"] = rng.randint(0, dims.get("P", dims["W"] - 1) + (0 if "offsets" in given else min(dims["T"], 5)))
+    if "log" in given:
+        options["replay"] = rng.choice((0, 0, 1, 3))
+        dims["L"] = options["replay"] + rng.randint(0, min(dims["T"], 9))
+
+
+def draw_heads(args: Args, dims: dict[str, int], options: dict, rng: random.Random) -> None:
+    """Decays per channel, norms of groups of heads, dimensions for both factors of A, and the state of Mamba 2."""
+    if "F" in dims:
+        by_channel(args)
+    if "norm_weight" in args and not options.get("tiled") and rng.random() < 0.5:
+        norm_of_groups(rng.choice([n for n in range(1, dims["A"] + 1) if dims["A"] % n == 0]))(args)
+    if "log" in args:
+        usual_log(options["replay"])(args)
+    if rng.random() < 0.3:
+        grouped(args)
+    if "state" in args and rng.random() < 0.3:
+        args["state"] = args["state"].mT.contiguous().mT
 
 
 def draw_format(op: str, rng: random.Random) -> dict:
@@ -240,6 +283,9 @@ def draw_dims(op: str, given: tuple[str, ...], rng: random.Random, packed: dict)
     if rng.random() < 0.01:
         dims |= {"T": rng.choice(SIZES_LARGE), "K": 2, "E": 8} | dict.fromkeys("HI", rng.choice(SIZES_LARGE[:2]))
         most = 2e7 if op not in ("gate", "experts") else most
+    if op in ROWS_KEPT:
+        dims |= {"D": min(dims["D"], 256), "T": min(dims["T"], 67), "W": rng.choice((1, 2, 3, 4, 4, 5))}
+        dims |= {"R": 1, "L": 1} | ({"C": rng.choice(SIZES)} if op == "short_conv_" else {})
     dims["T"] = 0 if rng.random() < 0.03 else dims["T"]
     letters = [
         letter for letter in dims if any(letter in text.replace("G", "I") for text in shapes(op, given).values())
@@ -274,7 +320,7 @@ def draw_leading(T: int, rng: random.Random) -> tuple[int, ...]:
 @functools.cache
 def choices(op: str, option: str) -> tuple[str, ...]:
     """The values of a string option, from the error message about a wrong one."""
-    case = Case(op, "choices", dict.fromkeys("TEKHINU", 2), options=dict.fromkeys(("top_k",), 2), hostile=True)
+    case = Case(op, "choices", dict.fromkeys("ABCDEHIJKNTUVW", 2), options=dict.fromkeys(("top_k",), 2), hostile=True)
     options = {name: value for name, value in {"top_k": 2, "dtype": torch.float32}.items() if name in signature(op)}
     try:
         getattr(torch.ops.moe_metal, op)(**case.arguments(), **options | {option: "?"})
@@ -310,7 +356,7 @@ def draw_options(op: str, dims: dict[str, int], rng: random.Random) -> dict:
         elif str in kinds:
             options[name] = rng.choice(choices(op, name))
         elif float in kinds:
-            options[name] = rng.choice((*NUMBERS, option.default or 1.0))
+            options[name] = rng.choice(NUMBERS_OF.get(name, (*NUMBERS, option.default or 1.0)))
     if options.get("causal"):
         options["window"] = rng.choice((0, 0, 1, 2, 7, 64, 200))
     return options | (draw_choice(dims, rng) if "top_k" in signature(op) else {})
@@ -337,6 +383,9 @@ def make_hostile(case: Case, args: Args, rng: random.Random) -> str:
     if not name:
         return "all is packed"
     tensor = args[name]
+    if name == "offsets":
+        args[name] = torch.tensor([rng.randint(-3, case.dims["T"] + 3) for _ in tensor], dtype=tensor.dtype)
+        return "offsets: in any order"
     if not tensor.is_floating_point():
         args[name], change = hostile_ids(tensor, case.dims["E"], rng)
         return f"{name}: {change}"
@@ -530,6 +579,10 @@ OPTIONS: dict[type, tuple] = {
 }
 
 
+#: Arguments that may have any width, which takes the simulated device minutes.
+WIDE = (("attention", "v"), ("linear_attention_", "v"), ("linear_attention_", "conv_weight"), ("short_conv_", "weight"))
+
+
 def fits(what: str, tensor: Tensor) -> bool:
     """Whether this change is possible for a tensor of this shape."""
     dims = {"cut": 1, "first token": 1, "no columns": 1, "no rows": 1, "one dim less": 1, "a million more": 1}
@@ -546,7 +599,7 @@ def spoil(call: Call, rng: random.Random) -> None:
         if signature(call.op) and rng.random() < 0.4:
             name = rng.choice(list(signature(call.op)))
             kind = types_of(signature(call.op)[name])[0]
-            call.options[name] = rng.choice(OPTIONS[kind])
+            call.options[name] = rng.choice([value for value in OPTIONS[kind] if (name, value) != ("dilation", 2**20)])
         elif rng.random() < 0.05:
             call.options["unknown_option"] = 1
         elif rng.random() < 0.15:
@@ -554,7 +607,7 @@ def spoil(call: Call, rng: random.Random) -> None:
         else:
             name = rng.choice(list(call.layouts))
             fitting = [what for what in TENSORS if fits(what, call.values()[name])]
-            if (call.op, name) == ("attention", "v"):  # a valid width, which takes the simulated device minutes
+            if (call.op, name) in WIDE and "a million more" in fitting:
                 fitting.remove("a million more")
             what = rng.choice(fitting)
             call.changes = [change for change in call.changes if change.name != name]
