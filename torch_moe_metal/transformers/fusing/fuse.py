@@ -12,7 +12,8 @@ from .experts import NAME, is_experts, why_not_fused
 from .factory import fused_class
 from .families import NOT_FUSED, class_name
 from .fused import Fused, JoinedProjections, original_class, selects_ours
-from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer
+from .hybrid_families import RECURRENT
+from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer, is_recurrent
 from .linear_blocks import FusedMixer
 from .moe_blocks import FusedBlock
 from .stock_gguf import give_back, take
@@ -24,6 +25,8 @@ FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
 BEFORE = "_moe_metal_experts_before"
 ATTENTION_BEFORE = "_moe_metal_attention_before"
 
+#: transformers' name for what forbids drafts.
+STATEFUL = "_is_stateful"
 LAST_NORMS = ("norm", "embedding_norm")
 LAYERS = FusedPreNormLayer | FusedGemma4Layer
 
@@ -76,6 +79,7 @@ def fuse_in_place(model: nn.Module) -> Report:
             if part.config._experts_implementation != implementation:
                 setattr(part, BEFORE, implementation)
         select_attention(model)
+        allow_drafts(model)
     return report
 
 
@@ -95,6 +99,8 @@ def unfuse_in_place(model: nn.Module) -> None:
                 implementation = vars(module).pop(ATTENTION_BEFORE)
                 if module.config._attn_implementation == NAME:
                     module.config._attn_implementation_internal = implementation
+            if getattr(type(module), STATEFUL, False):
+                vars(module).pop(STATEFUL, None)
         give_back(model)
 
 
@@ -116,6 +122,22 @@ def select_attention(model: nn.Module) -> None:
         if before == ("sdpa" if part._supports_sdpa else "eager") and not part.config.output_attentions:
             setattr(part, ATTENTION_BEFORE, before)
             part.config._attn_implementation_internal = NAME
+
+
+def allow_drafts(model: nn.Module) -> None:
+    """transformers refuses drafts for models with a recurrent state, because it cannot go back. Ours can, if all mixers
+    with such a state are fused."""
+    for part in model.modules():
+        if getattr(type(part), STATEFUL, False):
+            mixers = [module for module in part.modules() if keeps_state(module)]
+            states = getattr(part.config.get_text_config(), "number_of_conv_states", 1)
+            if mixers and states == 1 and all(isinstance(mixer, FusedMixer) for mixer in mixers):
+                setattr(part, STATEFUL, False)
+
+
+def keeps_state(module: nn.Module) -> bool:
+    cls = original_class(module)
+    return is_recurrent(cls) or NOT_FUSED.get(class_name(cls)) == RECURRENT
 
 
 def fuse_all(model: nn.Module) -> Report:
@@ -169,9 +191,7 @@ def fuse(name: str, module: nn.Module) -> Row | None:
     """
     cls = original_class(module)
     fused = fused_class(cls, selects_ours(module))
-    if issubclass(fused, FusedPreNormLayer) and not isinstance(
-        module._modules.get(fused.record.mlp), FusedBlock
-    ):
+    if issubclass(fused, FusedPreNormLayer) and not isinstance(module._modules.get(fused.record.mlp), FusedBlock):
         module.__class__ = cls  # it may have been fused before; nothing else of it has changed
         return None
     obstacle = fused.why_left(module)

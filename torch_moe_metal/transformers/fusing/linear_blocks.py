@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from ...packed_layers import Linear
 from ..versions import cache_given
 from .fused import JoinedProjections, eps_of
-from .linear_cache import MOST_DRAFTED, WITHOUT_CACHE, Sizes, Step, leave, step_in
+from .linear_cache import MOST_DRAFTED, WITHOUT_CACHE, Sizes, Step
+from .linear_steps import leave, step_in
 from .members import member
 from .projections import project
 from .records import LinearAttention, Mamba2, ShortConv
@@ -50,11 +51,15 @@ class FusedMixer(JoinedProjections):
         known = x.dim() == 3 and x.shape[1] > 0 and (mask is None or mask.shape == x.shape[:2])
         return (
             known
+            and self.knows_activations()
             and self.are_unmodified(*self.read())
             and self.is_plain_inference(x)
             and self.still_selected()
             and all(weight is None or weight.dtype in (x.dtype, torch.float32) for weight in weights)
         )
+
+    def knows_activations(self) -> bool:
+        return True
 
     def read(self) -> list[nn.Module]:
         """The submodules whose forward is not called."""
@@ -103,6 +108,10 @@ class FusedLinearAttention(FusedMixer):
         if activation not in POINTWISE:
             return f"its activation is {activation}"
         return cls.why_replaced(module, (*record.projections, *record.read, record.norm))
+
+    def knows_activations(self) -> bool:
+        gate = getattr(self._modules[self.record.norm], "activation", "silu")
+        return self.activation in POINTWISE and gate in POINTWISE
 
     def read(self) -> list[nn.Module]:
         return self.parts((*self.record.projections, *self.record.read, self.record.norm))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 ops = torch.ops.moe_metal
 
@@ -28,8 +28,8 @@ FREE_ROWS = 60
 
 
 class Sizes(NamedTuple):
-    """Of what a mixer keeps: the W taps of the convolution of C channels, and the heads J, A, D and V of its state, if it
-    has one."""
+    """Of what a mixer keeps: the W taps of the convolution of C channels, and J, A, D and V of its state, if it has
+    one."""
 
     channels: int
     taps: int
@@ -50,7 +50,8 @@ class Sizes(NamedTuple):
         """The arguments of a call without tokens, which only applies a log."""
         J, A, D, V = self.heads
         q, v, decay, beta = (
-            state.new_empty(len(state), 0, *size) for size in ((J, D), (A, V), (A, D) if self.by_channel else (A,), (A,))
+            state.new_empty(len(state), 0, *size)
+            for size in ((J, D), (A, V), (A, D) if self.by_channel else (A,), (A,))
         )
         return (q, q, v, decay, *(() if self.transposed else (beta,))), {"rule": "sum"} if self.transposed else {}
 
@@ -130,8 +131,8 @@ class GrowingLinearLayer(LinearAttentionLayer):
         most = self.pending if has_state else self.end - self.conv_kernel_size[0] - self.first
         if count > most:
             raise RuntimeError(
-                f"torch_moe_metal: expected to remove at most {most} tokens from a layer of linear attention, which are "
-                f"those that it has recorded, got {count}"
+                f"torch_moe_metal: expected to remove at most {most} tokens from a layer of linear attention, those "
+                f"that it has recorded, got {count}"
             )
         self.end, self.stale, self.cropped = self.end - count, True, True
         self.pending -= min(count, self.pending)
@@ -145,9 +146,9 @@ class GrowingLinearLayer(LinearAttentionLayer):
         return super().update_recurrent_state(*args, **kwargs)
 
     def reset(self) -> None:
-        self.pending, self.is_ours = 0, False
+        self.pending = 0
         super().reset()
-        self.memory = self.shown = self.log = None
+        self.forget()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.change_batch(lambda states: states.repeat_interleave(repeats, dim=0))
@@ -164,9 +165,8 @@ class GrowingLinearLayer(LinearAttentionLayer):
         """A copy is transformers' own layer, with only the last W rows."""
         copied = self.original.__new__(self.original)
         copied.__dict__ |= {name: value for name, value in vars(self).items() if name not in OURS}
-        for name in ("conv_states", "recurrent_states"):
-            states = getattr(self, name).items()
-            copied.__dict__[name] = {i: None if state is None else state.clone() for i, state in states}
+        inputs = {i: None if each is None else each.clone() for i, each in self.conv_states.items()}
+        copied.__dict__ |= {"conv_states": inputs, "recurrent_states": {0: self.latest_state()}}
         return copied.__reduce_ex__(1)  # later protocols require the class of the pickled object
 
     # ------------------------------------------------------------------------------- what our calls do
@@ -181,8 +181,12 @@ class GrowingLinearLayer(LinearAttentionLayer):
         if self.in_memory():
             states = self.conv_states
             states[0] = states[0].clone()
+        self.forget()
+
+    def forget(self) -> None:
+        """Everything that is not in transformers' own attributes."""
         self.memory = self.shown = self.log = None
-        self.stale = self.is_ours = False
+        self.pending, self.stale, self.is_ours = 0, False, False
 
     def apply_log(self) -> None:
         """Compute the state after all tokens that are left."""
@@ -341,56 +345,3 @@ def last_columns(states: Tensor, taps: int) -> Tensor:
     """The last W inputs [B, C, W]. While transformers' own code records, it stores all or fewer."""
     columns = states.shape[-1]
     return states[..., columns - taps :] if columns >= taps else F.pad(states, (taps - columns, 0))
-
-
-# ------------------------------------------------------------------------------------------------ other layers
-
-
-def step_in(cache: Cache, index: int, x: Tensor, sizes: Sizes) -> Step | None:
-    """A call of the mixer of this layer, or None if transformers' own forward must run."""
-    layers = getattr(cache, "layers", ())
-    if index is None or index >= len(layers):
-        return None
-    layer, traced = layers[index], torch.compiler.is_compiling() or torch.jit.is_tracing()
-    plain = type(cache) is DynamicCache and type(layer) is LinearAttentionLayer and layer.number_of_states == 1
-    if plain and not cache.offloading and not traced:
-        layer.__class__ = GrowingLinearLayer
-    if type(layer) is GrowingLinearLayer and not traced:
-        return layer.step(x, sizes) if layer.fits(x, sizes) else None
-    if type(layer) not in (LinearAttentionLayer, GrowingLinearLayer) or layer.record_past:
-        return None
-    return step_in_place(layer, x, sizes)
-
-
-def step_in_place(layer: LinearAttentionLayer, x: Tensor, sizes: Sizes) -> Step | None:
-    """A call with a layer whose tensors stay the same: of a static cache, or in a compiled graph."""
-    continues, kept = layer.has_previous_state[0], x.new_empty(len(x), sizes.taps, sizes.channels)
-    if not layer.is_conv_states_initialized[0]:
-        layer.lazy_initialization(conv_states=kept.mT, state_idx=0)
-    if sizes.heads and not layer.is_recurrent_states_initialized[0]:
-        state = x.new_empty(len(x), *sizes.state(), dtype=torch.float32)
-        layer.lazy_initialization(recurrent_states=state, state_idx=0)
-    inputs, state = layer.conv_states[0], layer.recurrent_states[0]
-    if inputs.shape != kept.mT.shape or not alike(inputs, x, x.dtype) or inputs.requires_grad:
-        return None
-    if (state is None) == bool(sizes.heads):
-        return None
-    if state is not None:
-        if state.shape != (len(x), *sizes.state()) or not alike(state, x, torch.float32) or state.requires_grad:
-            return None
-        if not continues:
-            state.zero_()
-        state = state.mT if sizes.transposed else state
-
-    def done() -> None:
-        inputs.copy_(kept.mT)
-        layer.has_previous_state[0] = True
-
-    return Step(inputs[..., 1:].mT if continues else None, kept, state, None, 0, continues, done)
-
-
-def leave(cache: Cache | None, index: int | None) -> None:
-    """Before transformers' own forward of a mixer."""
-    layers = getattr(cache, "layers", ())
-    if index is not None and index < len(layers) and type(layers[index]) is GrowingLinearLayer:
-        layers[index].leave()

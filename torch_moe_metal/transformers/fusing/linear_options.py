@@ -19,7 +19,14 @@ def delta_net(mixer, qkv, z, beta, decay):
     """Qwen3.5: q, k and v one after the other."""
     J, A, D, V = delta_net_sizes(mixer)
     q, k, v = qkv.split_with_sizes([J * D, J * D, A * V], -1)
-    return q.unflatten(-1, (J, D)), k.unflatten(-1, (J, D)), v.unflatten(-1, (A, V)), decay, beta, z.unflatten(-1, (A, V))
+    return (
+        q.unflatten(-1, (J, D)),
+        k.unflatten(-1, (J, D)),
+        v.unflatten(-1, (A, V)),
+        decay,
+        beta,
+        z.unflatten(-1, (A, V)),
+    )
 
 
 def grouped_delta_net(mixer, qkvz, ba):
@@ -35,7 +42,7 @@ def delta_net_parameters(mixer):
     return member(mixer, "A_log"), member(mixer, "dt_bias"), member(mixer._modules["norm"], "weight"), None
 
 
-# ------------------------------------------------------------------------------------------------ Kimi's delta attention
+# ------------------------------------------------------------------------------------------------ a decay per channel
 
 
 def channel_sizes(mixer):
@@ -89,7 +96,14 @@ def mamba2(mixer, projected):
     """z, x, B, C and dt one after the other; B is the key and C the query."""
     J, A, D, V = mamba2_sizes(mixer)
     z, v, k, q, step = projected.split_with_sizes([A * V, A * V, J * D, J * D, A], -1)
-    return q.unflatten(-1, (J, D)), k.unflatten(-1, (J, D)), v.unflatten(-1, (A, V)), step, None, z.unflatten(-1, (A, V))
+    return (
+        q.unflatten(-1, (J, D)),
+        k.unflatten(-1, (J, D)),
+        v.unflatten(-1, (A, V)),
+        step,
+        None,
+        z.unflatten(-1, (A, V)),
+    )
 
 
 def mamba2_parameters(mixer):
