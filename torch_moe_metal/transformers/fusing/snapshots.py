@@ -4,12 +4,15 @@ Keys and values of full attention are cropped, and are not copied. What cannot b
 the last inputs of convolutions, and the keys and values of sliding windows.
 """
 
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
@@ -17,6 +20,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .cache import OURS as GROWING_ONLY
+from .linear_cache import OURS as LINEAR_ONLY
 from .linear_cache import GrowingLinearLayer
 
 
@@ -40,7 +45,10 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for kept in self.layers for tensor in kept.copies if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (tensor for kept in self.layers for tensor in kept.copies if tensor is not None)
 
 
 def snapshot(cache: Cache) -> Snapshot:
@@ -66,6 +74,52 @@ def restore(cache: Cache, snapshot: Snapshot) -> None:
             raise ValueError(f"torch_moe_metal.restore: layer {i}: {reason}")
     for layer, kept in zip(layers, snapshot.layers, strict=True):
         put_back(layer, kept)
+
+
+def can_crop(cache: Cache) -> bool:
+    """Whether the cache can go back to any length without a snapshot."""
+    return all(kind_of(layer) in ("cropped", "none") for layer in cache.layers)
+
+
+def fork(cache: DynamicCache, length: int, snapshot: Snapshot | None) -> DynamicCache:
+    """A copy of the first `length` tokens of a cache. `snapshot` is the one of this length, if the cache cannot be
+    cropped to it."""
+    copied = copy.copy(cache)
+    kept = snapshot.layers if snapshot else [Kept(kind_of(layer), length) for layer in cache.layers]
+    copied.layers = [fork_layer(layer, each) for layer, each in zip(cache.layers, kept, strict=True)]
+    return copied
+
+
+def fork_layer(layer, kept: Kept):
+    """A copy of a layer, as transformers' own class."""
+    cls = getattr(layer, "original", type(layer))
+    ours = (*GROWING_ONLY, *LINEAR_ONLY)
+    copied = cls.__new__(cls)
+    copied.__dict__ |= {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in vars(layer).items()
+        if name not in ours
+    }
+    if kept.kind == "cropped":
+        for name in ("keys", "values") if layer.is_initialized else ():
+            setattr(copied, name, getattr(layer, name)[..., : kept.length, :].clone())
+        if getattr(layer, "is_indexer_initialized", False):
+            copied.indexer_keys = layer.indexer_keys[:, : kept.length].clone()
+    elif kept.kind == "window":
+        put_back(copied, kept)
+    elif kept.kind == "linear":
+        half = len(kept.copies) // 2
+        for name, copies in (("conv_states", kept.copies[:half]), ("recurrent_states", kept.copies[half:])):
+            setattr(copied, name, {i: None if each is None else each.clone() for i, each in enumerate(copies)})
+    return copied
+
+
+def tensors_of(cache: Cache) -> Iterator[Tensor]:
+    """All tensors of a cache."""
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            held = value.values() if isinstance(value, dict) else (value,)
+            yield from (each for each in held if isinstance(each, Tensor))
 
 
 def layers_of(cache: Cache, caller: str) -> list:
