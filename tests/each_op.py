@@ -9,9 +9,10 @@ from checks import bits
 from torch_moe_metal.arguments import ARGUMENTS, written
 
 IN_PLACE = tuple(op for op in ARGUMENTS if written(op))
+SIZED = ("sample_odd", "sample_even", "sample_half")  # the samples of every op
 ODD = {case.op: case for case in SAMPLES if case.name == "sample_odd"}
-PACKED = {f"{case.op} {case.name.removeprefix('sample_')}": case for case in SAMPLES if case.format != "dense"}
-GOOD = ODD | PACKED  # every op, and every format of weights: "gate", "linear affine4"
+OTHERS = {f"{case.op} {case.name.removeprefix('sample_')}": case for case in SAMPLES if case.name not in SIZED}
+GOOD = ODD | OTHERS  # every op, every format of weights, and offsets: "gate", "linear affine4"
 EACH = pytest.mark.parametrize("case", GOOD.values(), ids=GOOD)
 EACH_OP = pytest.mark.parametrize("case", ODD.values(), ids=ODD)
 PER_TOKEN = [case for case in SAMPLES if next(iter(case.shapes.values()))[0] == "T"]

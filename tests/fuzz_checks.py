@@ -31,7 +31,7 @@ SECONDS = 600.0 if SANITIZED else 240.0  # maximum time of a case, on a busy mac
 
 def check(drawn: Call, device: str) -> str:
     """Run it, and raise AssertionError if it did something wrong. Returns "right" or "refused"."""
-    args, memories = drawn.placed(device)
+    args, memories = drawn.on_device(device)
     before = [bits(memory) for memory in memories]
     values = drawn.values() if drawn.good else contiguous_values(args)
     try:
@@ -52,7 +52,7 @@ def run(drawn: Call, args: dict) -> list[Tensor]:
     """The op's outputs, and copies of the tensors it wrote."""
     with drawn.mode():
         found = call(getattr(torch.ops.moe_metal, drawn.op), drawn.op, args, drawn.options)
-    own = len(found) - len(written(drawn.op))
+    own = len(found) - len(written(drawn.op, args))
     for output in found[:own]:
         assert output.is_contiguous(), f"an output has strides {output.stride()}"
         others = [arg for arg in args.values() if isinstance(arg, Tensor) and arg.layout == torch.strided]
@@ -76,22 +76,22 @@ def contiguous_values(args: dict) -> dict:
 
 def untouched(drawn: Call, device: str, memories: list[Tensor], before: list[Tensor], wrote: bool) -> None:
     """No memory has changed, except that of arguments written in-place."""
-    changed = [place for place, memory in enumerate(memories) if not torch.equal(bits(memory), before[place])]
+    changed = [number for number, memory in enumerate(memories) if not torch.equal(bits(memory), before[number])]
     if not changed:
         return
     assert wrote, "it raised, and had written"
     lazy = {change.name for change in drawn.changes_on(device) if change.what == "lazy_clone"}
-    for name in set(written(drawn.op)) - lazy:
-        place = drawn.places[name]
+    for name in set(written(drawn.op, drawn.layouts)) - lazy:
+        layout = drawn.layouts[name]
         (which,) = {
-            number for number, memory in enumerate(dict.fromkeys(id(p.memory) for p in drawn.places.values()))
-            if memory == id(place.memory)
+            number for number, memory in enumerate(dict.fromkeys(id(p.memory) for p in drawn.layouts.values()))
+            if memory == id(layout.memory)
         }  # fmt: skip
-        old = before[which].view(place.memory.dtype).clone()
-        place.of(old).copy_(place.of(memories[which]))
+        old = before[which].view(layout.memory.dtype).clone()
+        layout.of(old).copy_(layout.of(memories[which]))
         before[which] = bits(old)
-    for place, memory in enumerate(memories):
-        assert torch.equal(bits(memory), before[place]), "memory of an input, or next to it, has changed"
+    for number, memory in enumerate(memories):
+        assert torch.equal(bits(memory), before[number]), "memory of an input, or next to it, has changed"
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -108,7 +108,7 @@ def refused(drawn: Call, args: dict, message: str, device: str) -> None:
     if device == "cpu" or any(change.what == "on the cpu" for change in drawn.changes):
         return
     try:
-        run(drawn, drawn.placed("cpu", changed_for=device)[0])
+        run(drawn, drawn.on_device("cpu", changed_for=device)[0])
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         there = neutral(str(error), "cpu")
         assert neutral(message, device) == there, f"{message}\nbut on the CPU:\n{error}"
@@ -203,12 +203,12 @@ def equal(drawn: Call, device: str, values: Args, options: dict, got: list[Tenso
         raise AssertionError(f"accepted, but the reference says {type(error).__name__}: {error}") from error
     assert [tensor.dtype for tensor in got] == [like.dtype for like in likes], "wrong dtypes"
     assert [tensor.shape for tensor in got] == [like.shape for like in likes], "wrong shapes"
-    if not all(tensor.numel() for tensor in got) or clamps_infinity(values, options):
+    if not all(tensor.numel() for tensor in got) or clamps_infinity(op, values, options):
         return
     others = [likes, *(expected(op, noisy(values, device, seed, drawn.case.bits), options) for seed in (1, -1, 2, -2))]
     # A token's experts are added one by one. If they are similar, all roundings have the same direction, so errors grow
     # with the number of experts, not with its square root.
-    experts = any("K" in letters for letters in (*drawn.case.shapes.values(), *outputs(op)))
+    experts = any("K" in letters for letters in (*drawn.case.shapes.values(), *outputs(op, drawn.case.shapes)))
     longest = max(drawn.case.longest_sum, 4 * drawn.case.dims["K"] ** 2 * experts)
     if not drawn.good:  # a row of norm may then have a million elements (seed 1, 80 of norm alone)
         longest = max([longest, *(v.shape[-1] for v in values.values() if isinstance(v, Tensor) and v.dim())])
@@ -297,9 +297,12 @@ def in_another_order(op: str, values: Args, options: dict, bits: int, seed: int)
     return found, dense | {"interleaved": False, "transposed": False}
 
 
-def clamps_infinity(values: Args, options: dict) -> bool:
+def clamps_infinity(op: str, values: Args, options: dict) -> bool:
     """Whether a limit makes infinite values finite that are NaN if their signs differ: products with an infinite offset
-    have the signs of x, but a kernel multiplies the offset by the sum of x (seed 2858, mps-1271)."""
+    have the signs of x, but a kernel multiplies the offset by the sum of x (seed 2858, mps-1271). So does a norm, which
+    divides the other values of a head by infinity, or by NaN (linear attention: seed 2, 1970)."""
+    if op == "linear_attention_":
+        return "norm_weight" in values and any(value.isinf().any() for value in values.values())
     if options.get("limit") is None:
         return False
     offset, format = values.get("gate_up_offset"), format_of("gate_up", options)
@@ -397,7 +400,7 @@ def again(drawn: Call, device: str, first: list[Tensor]) -> None:
     """The same bits, also while threads call the op and in a process that was forked meanwhile."""
 
     def same() -> bool:
-        return all(same_bits(a, b) for a, b in zip(run(drawn, drawn.placed(device)[0]), first, strict=True))
+        return all(same_bits(a, b) for a, b in zip(run(drawn, drawn.on_device(device)[0]), first, strict=True))
 
     if drawn.alongside == "nothing" or not drawn.good:
         assert same(), "other bits in the second run"

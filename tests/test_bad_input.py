@@ -11,11 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cases import Args, Case
 from cases.bad import BAD
-from each_op import EACH, GOOD, IN_PLACE, ODD, PACKED, refusal, run
-from torch_moe_metal.arguments import ARGUMENTS
+from cases.bad_linear_attention import BAD_LINEAR_ATTENTION
+from each_op import EACH, GOOD, IN_PLACE, ODD, OTHERS, refusal, run
+from torch_moe_metal.arguments import ARGUMENTS, written
 
+ALL_BAD = BAD + BAD_LINEAR_ATTENTION
 #: For each op and format, its first call with one wrong shape.
-ONE_WRONG_SHAPE = {bad.values[0]: bad for bad in reversed(BAD) if "expected shape" in bad.values[1]}
+ONE_WRONG_SHAPE = {bad.values[0]: bad for bad in reversed(ALL_BAD) if "expected shape" in bad.values[1]}
 
 
 def with_changes(case: Case, device: str, changes: dict) -> tuple[Args, dict]:
@@ -36,7 +38,7 @@ def check_refusal(good: str, device: str, message: str, changes: dict) -> None:
     assert refusal(op, args, options) == f"moe_metal::{op}: {message}"
 
 
-@pytest.mark.parametrize("good, message, changes", BAD)
+@pytest.mark.parametrize("good, message, changes", ALL_BAD)
 def test_bad_input(good: str, message: str, changes: dict):
     """On meta, as used by torch.compile and torch.export, errors have the same messages as on the CPU."""
     check_refusal(good, "cpu", message, changes)
@@ -95,7 +97,7 @@ def test_shapes_are_checked_before_anything_is_copied(op: str, device: str):
         wide = args[name][..., :1].expand(*args[name].shape[:-1], 2**40)
         with pytest.raises(RuntimeError) as error:
             run(ODD[op], args | {name: wide})
-        assert re.match(rf"moe_metal::{op}: \w+: expected shape", str(error.value)), name
+        assert re.match(rf"moe_metal::{op}: \w+: expected (shape|1 to \d+ )", str(error.value)), name
 
 
 @EACH
@@ -132,12 +134,19 @@ def test_bad_input_compiled(good: str, message: str, changes: dict):
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_target_overlaps_an_input(op: str, device: str):
-    args = ODD[op].arguments(device)
-    memory = torch.randn(6 * 3 * 67, device=device)
-    args["slots"], args["residual"] = memory.view(6, 3, 67), memory[: 6 * 67].view(6, 67)
-    assert refusal(op, args, {}) == (
-        f"moe_metal::{op}: residual: expected memory that no other argument uses, got a tensor that overlaps one"
-    )
+    """With any of the other arguments, in their last element."""
+    for name in written(op):
+        for other in ODD[op].shapes:
+            args = ODD[op].arguments(device)
+            if other == name or args[other].dtype != args[name].dtype:
+                continue
+            first, second = args[name].numel(), args[other].numel()
+            memory = torch.zeros(first + second - 1, device=device)
+            args[name] = memory[:first].view(args[name].shape)
+            args[other] = memory[first - 1 :].view(args[other].shape)
+            said = refusal(op, args, ODD[op].options)
+            assert re.fullmatch(rf"moe_metal::{op}: ({name}|{other}): expected memory that no other argument uses, got a "
+                                "tensor that overlaps one", said), (name, other)
 
 
 @EACH
@@ -171,7 +180,7 @@ def test_one_tensor_on_meta(case: Case):
 
 @pytest.mark.parametrize("format", ["affine", "mxfp4", "fp8", "nvfp4", "q4_k"])
 def test_strides_of_an_empty_weight_do_not_matter(format: str, device: str):
-    case = PACKED[{"affine": "dequantize affine4"}.get(format, f"dequantize {format}")]
+    case = OTHERS[{"affine": "dequantize affine4"}.get(format, f"dequantize {format}")]
     args = {name: tensor[:0] if name != "offset" or format == "affine" else tensor
             for name, tensor in case.arguments(device).items()}  # fmt: skip
     want = run(case, args)

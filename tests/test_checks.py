@@ -6,7 +6,7 @@ import torch
 from cases import CASES, HALF, OPTIONAL, SAMPLES, Case, expected, grids, oracle
 from checks import Guarded, assert_matches, bits, strides_of
 from torch_moe_metal import reference
-from torch_moe_metal.arguments import ARGUMENTS
+from torch_moe_metal.arguments import ARGUMENTS, without
 from torch_moe_metal.reference import TOLERANCES
 
 WANT = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -104,15 +104,15 @@ def test_every_argument_matters(case: Case):
     want = expected(case.op, args, case.options)
     for name in case.shapes:
         changed = dict(args)
+        options = case.options
         if name in OPTIONAL[case.op]:
-            del changed[name]
-            if name == "shared":
-                changed.pop("shared_gate")
+            changed = {other: args[other] for other in without(case.op, args, name)}
+            options = options if "log" in changed else options | dict.fromkeys({"replay"} & set(options), 0)
         else:
             other = args[name].flip(0 if len(args[name]) > 1 else -1) if args[name].numel() > 1 else 2 * args[name]
             changed[name] = other if name != "hidden" else -args[name].flip(-1)
         with pytest.raises(AssertionError):
-            assert_matches(expected(case.op, changed, case.options), want, case.longest_sum)
+            assert_matches(expected(case.op, changed, options), want, case.longest_sum)
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLES if case.op == "experts"], ids=str)

@@ -13,8 +13,8 @@ import torch
 import torch_moe_metal
 from cases import SAMPLES, call
 from checks import same_bits
-from torch_moe_metal import packing, reference
-from torch_moe_metal.arguments import ARGUMENTS, DTYPES, outputs, written
+from torch_moe_metal import packing, recurrence, reference
+from torch_moe_metal.arguments import ARGUMENTS, DTYPES, outputs, shapes, written
 from torch_moe_metal.formats import BITS, FORMATS, GROUPS, any_of
 
 OPS = tuple(ARGUMENTS)
@@ -36,7 +36,7 @@ def test_schema_table_and_signature_agree(op: str):
     assert [a.name for a in schema.arguments if a.kwarg_only] == [
         p.name for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY
     ]
-    assert len(schema.returns) + len(written(op)) == len(outputs(op))
+    assert len(schema.returns) + len(written(op)) == len(outputs(op, shapes(op, ARGUMENTS[op])))
 
 
 def test_every_op_is_documented_everywhere():
@@ -63,6 +63,12 @@ def test_formats_are_documented():
         ("route", "renormalize", ("none", "before_scale", "after_scale")),
         ("route", "group_score", ("top2_sum", "max")),
         ("glu", "activation", tuple(reference.ACTIVATIONS)),
+        ("linear_attention_", "rule", ("delta", "sum")),
+        ("linear_attention_", "decay_kind", ("softplus", "sigmoid")),
+        ("linear_attention_", "activation", tuple(recurrence.ACTIVATIONS)),
+        ("linear_attention_", "order", ("qkv", "vkq")),
+        ("linear_attention_", "gate_activation", tuple(recurrence.ACTIVATIONS)),
+        ("short_conv_", "activation", tuple(recurrence.ACTIVATIONS)),
     ],
 )
 def test_the_op_and_its_reference_have_the_same_values_of_an_option(op: str, option: str, known: tuple[str, ...]):

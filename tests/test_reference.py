@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from cases import OPTIONAL, SAMPLES, Case, call
+from cases import CASES, OPTIONAL, SAMPLES, Case, call
 from cases.packed import WIDTHS
 from cases.rows import SUMS
 from checks import assert_matches
+from each_op import PER_TOKEN
 from packings import gguf_type
+from plain_recurrence import linear_attention_, short_conv_
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import format_of, scale_names, weights
 from torch_moe_metal.formats import FORMATS
@@ -221,6 +223,9 @@ def attention(q, k, v, mask=None, sinks=None, *, scale=None, causal=False, windo
     return [[[of(b, t, a) for a in range(A)] for t in range(T)] for b in range(B)]
 
 
+RECURRENT = {"linear_attention_": linear_attention_, "short_conv_": short_conv_}
+
+
 def unpacked(case: Case, args: dict) -> dict:
     """The arguments for one token, or for none, with packed weights as lists of numbers and without their scales."""
     formats = {name: format_of(name, case.options) for name in weights(case.op)}
@@ -272,6 +277,8 @@ def one_token(case: Case, args: dict) -> list:
         return list(rope(**args, **case.options))
     if case.op == "attention":
         return [attention(**args, **case.options)]
+    if case.op in RECURRENT:
+        return RECURRENT[case.op](**args, **case.options)
     if case.op in SUMS[1:]:
         return summed(case.op, args)
     if case.op in ("norm_add", "residual_norm"):
@@ -285,7 +292,7 @@ def one_token(case: Case, args: dict) -> list:
 @pytest.mark.parametrize("case", SAMPLES, ids=str)
 def test_reference_equals_plain_loops(case: Case):
     args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
-    tokens, at_once = [], case.op in ("dequantize", "rope", "attention")  # no argument begins with T
+    tokens, at_once = [], case not in PER_TOKEN
     for t in range(1 if at_once else case.dims["T"]):
         of_token = {n: (v[t] if case.shapes[n][0] == "T" else v).tolist() for n, v in args.items()}
         tokens.append(one_token(case, of_token))
@@ -298,8 +305,27 @@ def test_reference_equals_plain_loops(case: Case):
         )
     got = call(getattr(reference, case.op), case.op, args, options)
     want = [w if g.is_floating_point() else w.int() for w, g in zip(want, got, strict=True)]
-    assert set(OPTIONAL[case.op]) <= set(args)
+    assert set(OPTIONAL[case.op]) <= set(args) | ({"log"} if "offsets" in args else set())
     assert_matches(got, want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case.full_grid else [])
+        for case in CASES
+        if case.op in RECURRENT and not (case.sample or case.hostile) and case.flops < 4e5 and case.dims["B"] * case.dims["T"]
+    ],
+    ids=str,
+)
+def test_reference_of_every_recurrence(case: Case):
+    """Decays of channels, sequences by offsets, logs, norms of groups of heads."""
+    args = {name: t.double() if t.is_floating_point() else t for name, t in case.arguments().items()}
+    heads = ("v", "gate", "decay", "beta")  # which may have a dimension for each of A's factors
+    flat = {n: t.flatten(2, 3) if n in heads and args["v"].dim() == 5 else t for n, t in args.items()}
+    want = RECURRENT[case.op](**{name: tensor.tolist() for name, tensor in flat.items()}, **case.options)
+    got = call(getattr(reference, case.op), case.op, args, case.options)
+    assert_matches(got, [torch.tensor(w, dtype=torch.float64).view(g.shape) for g, w in zip(got, want, strict=True)])
 
 
 @pytest.mark.parametrize("format, bits, group", [width for width in WIDTHS if not FORMATS[width[0]].has_own_scales])

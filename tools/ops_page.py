@@ -1,12 +1,13 @@
-"""The list of ops in docs/ops.md, from the signatures, shapes and docstrings of torch_moe_metal/reference.py. Only its
-text is read, so nothing has to be built or installed. `make benchmarks` writes the page."""
+"""The list of ops in docs/ops.md, from the signatures, shapes and docstrings of torch_moe_metal/reference.py, and of
+recurrence.py, from which it imports some. Only their text is read, so nothing has to be built or installed. `make
+benchmarks` writes the page."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = ROOT / "torch_moe_metal" / "reference.py"
+SOURCES = [ROOT / "torch_moe_metal" / name for name in ("reference.py", "recurrence.py")]
 
 
 def shape_of(line: str) -> str:
@@ -32,13 +33,16 @@ def signature(op: ast.FunctionDef, lines: list[str]) -> str:
 
 def section(op: ast.FunctionDef, lines: list[str]) -> str:
     """Each paragraph of the docstring, and each item of a list, becomes one line."""
-    docstring = re.sub(r"(?<!\n)\n(?!\n|- ) *", " ", ast.get_docstring(op))
+    docstring = re.sub(r"(?<!\n)\n(?!\n|- |\d\. ) *", " ", ast.get_docstring(op))
     return f"### {op.name}\n\n`{signature(op, lines)}`\n\n{docstring}\n"
 
 
 def text() -> str:
-    source = REFERENCE.read_text()
-    nodes, lines = ast.parse(source).body, source.splitlines()
-    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
-    (names,) = (node.value for node in nodes if isinstance(node, ast.Assign) and node.targets[0].id == "__all__")
-    return "\n".join(section(functions[name], lines) for name in ast.literal_eval(names))
+    sections, names = {}, []
+    for source in (file.read_text() for file in SOURCES):
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef):
+                sections[node.name] = node, source.splitlines()
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names = ast.literal_eval(node.value)
+    return "\n".join(section(*sections[name]) for name in names)

@@ -50,12 +50,12 @@ def linear_attention_(
     q: Tensor,  # [B, T, J, D]
     k: Tensor,  # [B, T, J, D]
     v: Tensor,  # [B, T, A, V] or [B, T, J, A/J, V]
-    decay: Tensor,  # [B, T, A], or per channel [B, T, A, D]; with 5 dimensions of v [B, T, J, A/J] or [B, T, J, A/J, D]
-    beta: Tensor | None = None,  # as decay per head
-    gate: Tensor | None = None,  # as v
+    decay: Tensor,  # [B, T, A] or [B, T, A, D], per channel; with 5 dimensions of v A is J, A/J
+    beta: Tensor | None = None,  # [B, T, A], or [B, T, J, A/J]
+    gate: Tensor | None = None,  # [B, T, A, V] or [B, T, J, A/J, V]
     log_rate: Tensor | None = None,  # [A]
-    decay_bias: Tensor | None = None,  # [A], or per channel [A, D]
-    norm_weight: Tensor | None = None,  # [V], or [N, A V / N] for groups of heads
+    decay_bias: Tensor | None = None,  # [A] or [A, D], per channel
+    norm_weight: Tensor | None = None,  # [V] or [N, A V / N], for groups of heads
     skip: Tensor | None = None,  # [A]
     conv_weight: Tensor | None = None,  # [C, W]
     conv_bias: Tensor | None = None,  # [C]
@@ -64,7 +64,7 @@ def linear_attention_(
     offsets: Tensor | None = None,  # [S + 1], int32 or int64
     state: Tensor | None = None,  # [B, A, D, V], float32
     kept: Tensor | None = None,  # [B, R, C]
-    log: Tensor | None = None,  # [B, replay + L, A V + J D + A], or A D instead of A; float32
+    log: Tensor | None = None,  # [B, replay + L, F], float32, F = A V + J D + A; or A D instead of A per channel
     *,
     rule: str = "delta",
     decay_kind: str = "softplus",
@@ -89,15 +89,17 @@ def linear_attention_(
     C = 2 J D + A V channels. Value head h uses key head h // (A / J). All arguments may be views of one projection.
 
     1. q, k and v are convolved over time, if there is a `conv_weight`: y[t] = activation(sum of conv_weight[i] *
-       x[t - W + 1 + i] + conv_bias). `order` is that of the channels: "qkv" or "vkq". `past` has the inputs before the
-       first token, or they are 0. `kept` gets the last R rows of past and inputs.
+       x[t - W + 1 + i] + conv_bias). An activation is "silu", "sigmoid" or "none". `order` is that of the channels:
+       "qkv" or "vkq". `past` has the inputs before the first token, or they are 0. `kept` gets the last R rows of past
+       and inputs.
     2. k and v are 0 where `mask` is False. The decay goes on there.
     3. q and k are divided by sqrt(sum of squares + qk_eps), unless that is None. q is multiplied by `scale`, whose
        default is D^-0.5.
-    4. step = softplus(decay + decay_bias), limited to step_min and step_max, and a = exp(-exp(log_rate) * step). With
-       decay_kind "sigmoid": a = exp(lower_bound * sigmoid(exp(log_rate) * (decay + decay_bias))).
+    4. With decay_kind "softplus", step = softplus(decay + decay_bias), limited to step_min and step_max, and
+       a = exp(-exp(log_rate) * step). With "sigmoid", a = exp(lower_bound * sigmoid(exp(log_rate) * (decay +
+       decay_bias))).
     5. For each token: S = a * S; u = b * (v - k @ S) with b = beta_scale * sigmoid(beta); S = S + outer(k, u);
-       output = q @ S. With rule "sum": u = step * v. The state S is [D, V] for each value head.
+       output = q @ S. That is rule "delta"; with rule "sum", u = step * v. The state S is [D, V] for each value head.
     6. skip * v is added. The output is multiplied by the gate's activation: after its norm, or with `gate_first` before
        it. The norm is that of `norm`, of each head or of each group of heads.
 
@@ -171,7 +173,7 @@ def _recurrence(q, k, v, a, b, rule: str, state: Tensor | None, log: Tensor | No
     heads = functools.partial(torch.repeat_interleave, repeats=A // J, dim=1)
     for t in range(replay):
         u, key, factor = log[:, t].to(q.dtype).split([A * V, J * D, log.shape[-1] - A * V - J * D], -1)
-        S = S * factor.view(B, A, -1, 1) + heads(key.view(B, J, D, 1)) * u.view(B, A, 1, V)
+        S = S * factor.view(B, A, factor.shape[-1] // A, 1) + heads(key.view(B, J, D, 1)) * u.view(B, A, 1, V)
     output, before_log = q.new_zeros(B, T, A, V), S
     for t in range(T):
         S = S * a[:, t].unsqueeze(-1)
@@ -221,7 +223,7 @@ def short_conv_(
     """output_gate * activation(convolution(input_gate * x)), a convolution over time of each channel. `kept` is written
     in place. -> [B, T, C]
 
-    B sequences, T tokens, C channels, W taps.
+    B sequences, T tokens, C channels, W taps. The activation is "none", "silu" or "sigmoid".
 
     - convolution(y)[t] = sum of weight[i] * y[t - (W - 1 - i) * dilation] + bias. y is rounded to the dtype of x.
     - `past` has the rows of y before the first token, or they are 0. `kept` gets the last R rows of past and y.

@@ -11,6 +11,7 @@ Each group of ops has a file.
 from cases.attention import attention_cases
 from cases.case import BFLOAT, FLOAT, HALF, OPTIONAL, Case
 from cases.experts import experts_cases
+from cases.linear_attention import linear_attention_cases
 from cases.oracle import Args, call, expected
 from cases.packed import packed_cases
 from cases.rope import rope_cases
@@ -23,7 +24,7 @@ __all__ = ["BFLOAT", "CASES", "FLOAT", "HALF", "OPTIONAL", "SAMPLES", "Args", "C
 
 def table() -> list[Case]:
     cases = samples() + router_cases() + experts_cases() + packed_cases()
-    cases += row_cases() + rope_cases() + attention_cases()
+    cases += row_cases() + rope_cases() + attention_cases() + linear_attention_cases()
     return list({str(case): case for case in cases}.values())
 
 

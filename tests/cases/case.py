@@ -39,6 +39,8 @@ WORK = {
     "dequantize": Work("K", lambda N, H, **_: 8 * N * H),
     "attention": Work("DS", lambda B, A, T, S, D, V, **_: 2 * T * B * A * S * (D + V)),
     "rope": Work("AD", lambda B, A, J, T, D, **_: 8 * T * B * (A + J) * D),
+    "linear_attention_": Work("DT", lambda B, T, A, D, V, **_: 8 * T * B * A * D * V),
+    "short_conv_": Work("W", lambda B, T, C, W, **_: 2 * T * B * C * W),
 }
 ROW_BY_ROW = Work("KH", lambda T, K, H, **_: 2 * T * (K + 3) * H)  # weighted sums and norms
 
@@ -68,7 +70,7 @@ class Case:
     @property
     def shapes(self) -> dict[str, str]:
         """The letters of this case's arguments."""
-        options = {name: self.options[name] for name in ("transposed", "down_format") if name in self.options}
+        options = {name: self.options[name] for name in ("transposed", "down_format", "rule") if name in self.options}
         return arguments.shapes(self.op, self.given, format=self.format, **options)
 
     @property
@@ -128,13 +130,13 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         kinds = {name: ARGUMENTS[self.op][name].kind for name in names}
         args = {
-            name: arguments.draw(name, self.size(self.shapes[name]), self.dims, generator)
+            name: arguments.draw(self.op, name, self.size(self.shapes[name]), self.dims, generator)
             for name, kind in kinds.items()
             if kind not in ("scale", "offset")
         }
         args = arguments.pack(self.op, args, lambda name, weight: self._pack(name, weight, generator))
         for name, tensor in args.items():
-            if kinds[name] not in ("scale", "offset") and tensor.is_floating_point():
+            if kinds[name] not in ("scale", "offset", "float32") and tensor.is_floating_point():
                 args[name] = tensor.to((self.parameter_dtype if kinds[name] == "parameter" else None) or self.dtype)
         if self.prepare:
             self.prepare(args)
@@ -163,7 +165,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        return self.work.flops(**dict.fromkeys("ABDEHIJKNSTV", 1) | self.dims)
+        return self.work.flops(**dict.fromkeys("ABCDEHIJKNSTVW", 1) | self.dims)
 
     @property
     def elements(self) -> int:

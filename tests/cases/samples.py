@@ -2,6 +2,7 @@
 
 from cases.case import BFLOAT, FLOAT, HALF, OPTIONAL, Case
 from cases.experts import OAI
+from cases.linear_attention import FORGETTING, SUMMING
 from cases.packed import PACKED_OPS
 from torch_moe_metal import arguments
 from torch_moe_metal.arguments import ARGUMENTS
@@ -37,14 +38,21 @@ def samples() -> list[Case]:
         {"B": 3, "A": 3, "J": 3, "S": 33, "D": 72, "V": 40, "R": 20},
     ]
     seeing = [{"causal": True, "window": 9, "scale": 0.3}, {"causal": True}, {}]
+    # Layers with a state, where R are the rows of `kept`.
+    states = [{"W": 4, "R": 5, "L": 5}, {"W": 3, "R": 2, "L": 6}, {"W": 5, "R": 9, "L": 3}]
+    linear = [{"activation": "silu"}, FORGETTING, SUMMING]
     dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
+    # Sizes and options of layers that keep rows: R is the number of those here.
+    rows = [{"W": 4, "R": 5, "L": 5}, {"W": 3, "R": 2, "L": 6}, {"W": 5, "R": 9, "L": 3}]
+    linear = [{"activation": "silu", "beta_scale": 2.0}, FORGETTING | {"replay": 2}, SUMMING | {"replay": 1}]
     cases = []
     for op in ARGUMENTS:
-        for name, size, more, dtype, route, act, see in zip(
-            ("odd", "even", "half"), dims, heads, dtypes, routing, activation, seeing, strict=True
-        ):
-            options = arguments.options(op, route | act | see | {"format": "dense", "dtype": dtype[0]})
-            cases.append(Case(op, f"sample_{name}", size | more, OPTIONAL[op], options, *dtype, sample=True))
+        keeps_rows = "kept" in ARGUMENTS[op]
+        for i, name in enumerate(("odd", "even", "half")):
+            sizes = dims[i] | heads[i] | (rows[i] if keeps_rows else {})
+            own = routing[i] | seeing[i] | (linear[i] if keeps_rows else activation[i])
+            options = arguments.options(op, own | {"format": "dense", "dtype": dtypes[i][0]})
+            cases.append(Case(op, f"sample_{name}", sizes, OPTIONAL[op], options, *dtypes[i], sample=True))
     return cases + [packed_sample(op, name) for op in PACKED_OPS for name in PACKED_SAMPLES]
 
 

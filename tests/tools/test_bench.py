@@ -29,6 +29,7 @@ from torch_moe_metal.commands.bench.block import (
     transformers,
 )
 from torch_moe_metal.commands.bench.calls import DECODING, OPS, WHOLE, Call, RandomTensors, inputs, moved, packing_of
+from torch_moe_metal.commands.bench.linear_attention import LAYERS, SHORT_CONV
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS, Model, configuration
 from torch_moe_metal.commands.bench.random_weights import FORMATS
 from torch_moe_metal.commands.bench.report import OURS_DENSE, Result
@@ -190,6 +191,23 @@ def test_plain_ways_agree_with_the_op(op: str, name: str):
     functions, failed = device_bench.of_op(call, [inputs(call, RandomTensors("cpu", torch.float32))]), {}
     assert device_bench.agreeing(call, functions, failed, most=1e-5).keys() == functions.keys() and not failed
     assert len(functions) >= 2
+
+
+@pytest.mark.parametrize("T", [1, 9, 70])
+@pytest.mark.parametrize("op, which", [*(("linear_attention_", name) for name in LAYERS), ("short_conv_", "")])
+def test_layers_of_linear_attention_agree_with_the_op(op: str, which: str, T: int, monkeypatch):
+    """What transformers computes between its projections, and the state after it."""
+    J, A, D, V = LAYERS.get(which, SHORT_CONV).heads
+    monkeypatch.setitem(LAYERS, which, replace(LAYERS.get(which, SHORT_CONV), heads=(2, 2 * (A // J), 24, 16)))
+    call = Call(op, DEFAULT, MODELS[DEFAULT].reduced(H=64), T, torch.float32, which=which)
+    ours = inputs(call, RandomTensors("cpu", torch.float32))
+    theirs = device_bench.for_baselines(ours)
+    got = getattr(torch.ops.moe_metal, op)(**ours, **call.options)
+    (way,) = baselines(op, call.options, call.shapes).values()
+    want = way(**theirs)
+    pairs = [(got, want), (ours["kept"].mT, theirs["conv_state"][..., -ours["kept"].shape[1] :])]
+    pairs += [(ours["state"], theirs["state"])] if "state" in ours else []
+    assert all(float((one - other).abs().max() / other.abs().max()) < 1e-5 for one, other in pairs)
 
 
 def test_much_slower_implementations_are_left_out(monkeypatch):

@@ -27,7 +27,7 @@ def test_files_with_figures_have_a_line_for_each_row():
 def test_list_of_ops(tmp_path: Path, monkeypatch):
     source = tmp_path / "reference.py"
     source.write_text('''
-__all__ = ["scale", "plain"]
+__all__ = ["scale", "plain", "elsewhere"]
 
 
 def scale(
@@ -52,10 +52,24 @@ def plain(x: Tensor) -> None:
 def helper(x: Tensor) -> None:
     """Not in the list."""
 ''')
-    monkeypatch.setattr(ops_page, "REFERENCE", source)
+    other = tmp_path / "recurrence.py"
+    other.write_text('''
+@decorated
+def elsewhere(
+    x: Tensor,  # [B, T]
+) -> None:
+    """Steps:
+
+    1. The first,
+       on two lines.
+    2. The second.
+    """
+''')
+    monkeypatch.setattr(ops_page, "SOURCES", [source, other])
     first = "### scale\n\n`scale(x [T, H], factor? [1] or [H], *, eps=1e-06)`\n\nx * factor. -> [T, H]\n\n"
     rules = "- The first rule, on two lines.\n- The second.\n"
-    assert ops_page.text() == f"{first}{rules}\n### plain\n\n`plain(x)`\n\nNothing.\n"
+    last = "### elsewhere\n\n`elsewhere(x [B, T])`\n\nSteps:\n\n1. The first, on two lines.\n2. The second.\n"
+    assert ops_page.text() == f"{first}{rules}\n### plain\n\n`plain(x)`\n\nNothing.\n\n{last}"
 
 
 def test_only_the_part_between_the_comments_is_replaced(tmp_path: Path):

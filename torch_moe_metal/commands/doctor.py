@@ -19,7 +19,7 @@ from .common.devices import devices
 from .common.progress import Progress
 
 DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # odd sizes: most faults of kernels are in tails
-DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24, "R": 12}
+DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24, "R": 8, "W": 4, "L": 4}
 BITS = 4  # of affine weights
 TOKENS = (5, 50)  # decoding, and a prompt, which has its own kernels
 
@@ -42,7 +42,7 @@ def sample_arguments(op: str, dtype: torch.dtype, tokens: int, format: str = "de
     random = torch.Generator().manual_seed(0)
     table = arguments.ARGUMENTS[op]
     shapes = arguments.shapes(op, arguments.optional_arguments(op))
-    drawn = {name: arguments.draw(name, arguments.size(s, dims), dims, random) for name, s in shapes.items()}
+    drawn = {name: arguments.draw(op, name, arguments.size(s, dims), dims, random) for name, s in shapes.items()}
     if format != "dense":
         packing = Packing(format, BITS, 32)
         drawn = arguments.pack(op, drawn, lambda _, weight: packing.of(weight, random))
@@ -64,7 +64,7 @@ def check(op: str, device: str, dtype: torch.dtype, tokens: int, format: str = "
     try:
         given = {name: tensor.to(device) for name, tensor in sample_arguments(op, dtype, tokens, format).items()}
         exact = {name: t.cpu().double() if t.is_floating_point() else t.cpu() for name, t in given.items()}
-        options = arguments.options(op, {"top_k": DIMS["K"], "format": format, "dtype": dtype, "causal": True})
+        options = arguments.options(op, {"top_k": DIMS["K"], "format": format, "dtype": dtype, "causal": True, "replay": 1})
         with torch.no_grad():
             got = arguments.results(op, getattr(torch.ops.moe_metal, op)(**given, **options), given)
             if op == "experts" and format != "dense":

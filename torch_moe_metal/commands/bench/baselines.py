@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...reference import unpack
+from ..common.cli import has_transformers
+from . import linear_attention
 
 Ways = dict[str, Callable[..., object]]
 INF = float("inf")
@@ -291,6 +293,8 @@ BASELINES: dict[str, Ways] = {
     "residual_norm": {"add, rms_norm": add_norm},
     "rope": {"rotate_half": rotate_half, "halves": by_halves},
     "attention": {"sdpa": sdpa, "eager": eager},
+    "linear_attention_": {"transformers": linear_attention.layer},
+    "short_conv_": {"mul, conv1d, mul": linear_attention.short_conv},
 }
 MAX_SCORES = 1 << 28
 MAX_COPIED = 1 << 30  # the most bytes of weights that batched_mm may copy for more than one token
@@ -310,6 +314,10 @@ def baselines(op: str, options: dict, arguments: Container[str]) -> Ways:
         del ways["topk, softmax"]
     if op == "glu" and ("limit" in options or options.get("activation", "silu") not in ACTIVATIONS):
         del ways["act, mul"]
+    if op == "linear_attention_":
+        if not has_transformers():
+            return {}
+        linear_attention.models()  # imports them, which takes longer than a call
     if op == "attention" and "sinks" in arguments:
         del ways["sdpa"]
     return {name: partial(way, **options) for name, way in ways.items()}

@@ -14,6 +14,8 @@ from torch import Tensor
 from ... import arguments
 from ...arguments import ARGUMENTS, DTYPES, ROUTERS
 from ..common.cli import CannotRun
+from . import linear_attention
+from .linear_attention import LAYERS, Layer, layer_of, of_projections
 from .model_sizes import DEFAULT, MANY_EXPERTS, MODELS, Model
 from .random_weights import Packing, packing_of
 
@@ -40,7 +42,7 @@ class Call:
     T: int
     dtype: torch.dtype = torch.bfloat16
     format: str = "dense"  # of the weights
-    which: str = ""  # of `linear`, the name of one of the model's `linears`; of `attention`, one of CONTEXTS
+    which: str = ""  # of `linear`, the name of one of the model's `linears`; of `attention`, one of CONTEXTS; and of LAYERS
 
     def __str__(self) -> str:
         return "-".join([self.op, self.name, f"T{self.T}", DTYPES[self.dtype], *self.variant])
@@ -56,6 +58,11 @@ class Call:
         return [which] * bool(which) + [self.format] * (self.packing is not None)
 
     @property
+    def layer(self) -> Layer | None:
+        """Of linear attention."""
+        return layer_of(self.op, self.which)
+
+    @property
     def packing(self) -> Packing | None:
         """None for dense weights."""
         return packing_of(self.format, self.dtype)
@@ -65,6 +72,9 @@ class Call:
         """The letters of each argument."""
         if self.op == "block":
             return {"x": "TH"}
+        if self.layer:
+            rule = self.options.get("rule", "delta")
+            return arguments.shapes(self.op, self.layer.given, rule=rule) | self.layer.letters
         own = (name for name in self.model.tensors if name != "shared_gate")  # the shared expert's, not in these rows
         sinks = ["sinks"] * self.model.sinks
         norms = dict.fromkeys(("q_norm_weight", "k_norm_weight")) if self.model.head_norms else {}
@@ -77,6 +87,8 @@ class Call:
     def options(self) -> dict:
         if self.op == "block":
             return {}
+        if self.layer:
+            return self.layer.options
         if self.op == "rope":
             return {"interleaved": self.model.low_rank}
         packing = self.packing
@@ -90,6 +102,8 @@ class Call:
     def dims(self) -> dict[str, int]:
         """The size of each letter. glu runs between the experts' products and has a row for every selected expert."""
         m = self.model
+        if self.layer:
+            return self.layer.dims(self.T) | ({"C": m.H} if self.op == "short_conv_" else {})
         rows = self.T * m.K if self.op == "glu" else self.T
         N, H = m.linears[self.which or QUERY] if self.op == "linear" else (self.T, m.H)
         keys = max(self.T, int(self.which or CONTEXTS[0])) if self.op == "attention" else self.T
@@ -103,13 +117,15 @@ class Call:
         """The sizes that it depends on."""
         if self.op == "block":
             return set("EKHI")
-        found = {letter for letters in (*self.shapes.values(), *arguments.outputs(self.op)) for letter in letters}
+        found = {letter for letters in (*self.shapes.values(), *arguments.outputs(self.op, self.shapes)) for letter in letters}
         return found | set("I" if "G" in found else "") | set("K" if self.op == "glu" else "")
 
     def size(self, letters: str) -> tuple[int, ...]:
         return arguments.size(letters, self.dims)
 
     def dtype_of(self, argument: str) -> torch.dtype:
+        if self.op in ARGUMENTS and ARGUMENTS[self.op][argument].kind == "float32":
+            return torch.float32
         return {"ids": torch.int32, "weights": torch.float32}.get(argument, self.dtype)
 
     @property
@@ -133,13 +149,19 @@ class Call:
     @property
     def written(self) -> int:
         """Bytes of the outputs."""
-        letters = ["TH"] if self.op == "block" else arguments.outputs(self.op)
-        return sum(prod(self.size(s)) for s in letters) * (4 if self.op in ROUTERS else self.dtype.itemsize)
+        if self.op == "block":
+            return prod(self.size("TH")) * self.dtype.itemsize
+        in_place = arguments.written(self.op, self.shapes)
+        returned = arguments.outputs(self.op, self.shapes)[: -len(in_place) or None]
+        size = 4 if self.op in ROUTERS else self.dtype.itemsize
+        return sum(prod(self.size(s)) for s in returned) * size + sum(self.bytes(name) for name in in_place)
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the matrix products."""
         m = self.model
+        if self.layer:
+            return 8 * prod(self.size("TADV")) if self.op == "linear_attention_" else 0
         router, experts = 2 * self.T * m.E * m.H, 6 * self.T * m.K * m.H * m.I
         block = router + experts + 6 * self.T * m.H * m.S
         linear = 2 * prod(self.size("TNH"))
@@ -182,7 +204,7 @@ class RandomTensors:
             return self(*size).float().softmax(-1)
         if name == "router_weight" or name in call.weights:
             return self(*size, scale=size[-1] ** -0.5)
-        return self(*size)
+        return self(*size).to(call.dtype_of(name))
 
     def packed(self, packing: Packing, name: str, *shape: int) -> dict[str, Tensor]:
         """A packed weight with its scales and offsets, by their argument names."""
@@ -212,9 +234,9 @@ def inputs(call: Call, noise: RandomTensors) -> dict[str, Tensor]:
         return halves(call, noise(*call.size("TG")))
     if call.op == "rope":
         return joined_heads(call, noise)
-    found = {}
+    found = of_projections(call, noise) if call.layer else {}
     for name, letters in call.shapes.items():
-        if name in EXPERTS:
+        if name in EXPERTS or name in found:
             continue
         if call.packing and name in call.weights:
             found |= noise.packed(call.packing, name, *call.size(letters))
@@ -256,13 +278,13 @@ def rows_of(op: str, options: Namespace) -> list[tuple[str, str]]:
 
 def choices(op: str, name: str) -> tuple[str, ...]:
     """The values of `Call.which` of an op's rows."""
-    return {"linear": tuple(MODELS[name].linears), "attention": CONTEXTS}.get(op, ("",))
+    return {"linear": tuple(MODELS[name].linears), "attention": CONTEXTS, "linear_attention_": tuple(LAYERS)}.get(op, ("",))
 
 
 def tokens_of(op: str, which: str) -> tuple[int, ...]:
     """The default of --tokens. The head gets few tokens even in a prefill, the last one of each sequence; the long
     context is measured for one token."""
-    tokens = TOKENS[op in DECODING]
+    tokens = linear_attention.TOKENS if layer_of(op, which) else TOKENS[op in DECODING]
     return {"head": tokens[:-1], CONTEXTS[-1]: (1,)}.get(which, tokens)
 
 

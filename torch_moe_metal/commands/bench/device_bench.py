@@ -31,6 +31,7 @@ from .calls import (
     wanted_formats,
     wanted_ops,
 )
+from .linear_attention import as_in_transformers
 from .measure import Limits, free_memory, seconds_each, synchronize
 from .model_sizes import DEFAULT, MODELS
 from .random_weights import dequantized
@@ -160,6 +161,8 @@ def tuned(device: str) -> list[str]:
 
 def for_baselines(one_set: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inputs as a layer in plain PyTorch has them: ids in int64, weights in the activations' dtype."""
+    if "kept" in one_set:
+        return as_in_transformers(one_set)
     if "weights" not in one_set:
         return one_set
     dtype = next(t.dtype for name, t in one_set.items() if name in ("x", "slots"))
