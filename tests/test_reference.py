@@ -314,7 +314,10 @@ def test_reference_equals_plain_loops(case: Case):
     [
         pytest.param(case, marks=pytest.mark.slow if case.full_grid else [])
         for case in CASES
-        if case.op in RECURRENT and not (case.sample or case.hostile) and case.flops < 4e5 and case.dims["B"] * case.dims["T"]
+        if case.op in RECURRENT
+        and not (case.sample or case.hostile)
+        and case.flops < 4e5
+        and case.dims["B"] * case.dims["T"]
     ],
     ids=str,
 )

@@ -197,8 +197,9 @@ def test_plain_ways_agree_with_the_op(op: str, name: str):
 @pytest.mark.parametrize("op, which", [*(("linear_attention_", name) for name in LAYERS), ("short_conv_", "")])
 def test_layers_of_linear_attention_agree_with_the_op(op: str, which: str, T: int, monkeypatch):
     """What transformers computes between its projections, and the state after it."""
-    J, A, D, V = LAYERS.get(which, SHORT_CONV).heads
-    monkeypatch.setitem(LAYERS, which, replace(LAYERS.get(which, SHORT_CONV), heads=(2, 2 * (A // J), 24, 16)))
+    layer = LAYERS.get(which, SHORT_CONV)
+    J, A, *_ = layer.heads
+    monkeypatch.setitem(LAYERS, which, replace(layer, heads=(2, 2 * (A // J), 24, 16)))
     call = Call(op, DEFAULT, MODELS[DEFAULT].reduced(H=64), T, torch.float32, which=which)
     ours = inputs(call, RandomTensors("cpu", torch.float32))
     theirs = device_bench.for_baselines(ours)
