@@ -50,7 +50,7 @@ CHECKPOINTS ?= 500
 REQUESTS ?= 2000
 MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 CXX_FILES := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.mm csrc/cpu/*/*.h csrc/cpu/*/*.cpp csrc/cpu/*/*/*.h csrc/cpu/*/*/*.cpp shaders/*.h shaders/*/*.h shaders/*.metal)
-SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h device/*.h device/*.cpp device/*.mm))
+SIM_FILES := $(wildcard $(addprefix tests/metal_sim/,engine/*.h engine/*.cpp engine/shim/*.h engine/shim/*.cpp device/*.h device/*.cpp device/*.mm))
 SIM_FILES += $(wildcard tests/gpu/shim/*.h)
 # Metal's own validation, which needs an Apple GPU: man MetalValidation.
 CHECKED := MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 MTL_SHADER_VALIDATION_REPORT_TO_STDERR=1

@@ -312,13 +312,66 @@ struct AttentionParams {
 
 MOE_METAL_CONSTANT int kMaxStateRows = 256;  // D
 
+// How the work is divided; linear_attention.metal explains it.
+MOE_METAL_CONSTANT uint32_t kStateTokens = 8;     // that a threadgroup prepares together, at most
+MOE_METAL_CONSTANT uint32_t kStateFloats = 5120;  // of threadgroup memory, for these tokens
+MOE_METAL_CONSTANT uint32_t kConvThreads = 256;   // short_conv: of a threadgroup, at most
+
+// How four neighbours of the state are loaded: along V, along D, or one at a time.
+enum class StateLayout : int32_t { absent, columns, rows, any };
+
+// Strides in elements. Value head h is head h % (A / J) of key head h / (A / J).
+struct HeadStrides {
+  uint64_t sequence, row, key_head, head, element;
+};
+struct RowStrides {
+  uint64_t sequence, row, element;
+};
+
+// The op linear_attention_. Each threadgroup has `key_rows` >= D rows and `tile_columns` columns of a state.
+struct LinearAttentionParams {
+  HeadStrides q, k, v, gate, decay, beta;
+  RowStrides mask, past, kept, log;
+  AttentionStrides state;  // row: of D, element: of V
+  uint32_t sequences, T, J, A, D, V;
+  uint32_t W, R, L, replay;
+  uint32_t key_rows, tile_columns, tiles;
+  uint32_t block_tokens, token_floats;  // of threadgroup memory: tokens at a time, floats of each
+  uint32_t has_offsets, long_offsets;
+  uint32_t decays_channels;
+  uint32_t has_gate, has_mask, has_past;
+  uint32_t gate_first, tiled;
+  uint32_t norm_rows;     // groups of heads that are normed together; A: each head
+  uint32_t norms_groups;  // the weight has a row for each
+  uint32_t in_groups;     // a second kernel computes gate and norm
+  StateLayout layout;
+  Rule rule;
+  DecayKind decay_kind;
+  ChannelOrder order;
+  Pointwise activation, gate_activation;
+  ParameterType decay_type, beta_type, log_rate, decay_bias, norm_weight, skip, conv_weight, conv_bias;
+  float lower_bound, step_min, step_max, beta_scale, scale;
+  float qk_eps;  // < 0: no norms of q and k
+  float eps;
+};
+
+// The op short_conv_.
+struct ShortConvParams {
+  RowStrides x, input_gate, output_gate, past, kept;
+  uint32_t B, T, C, W, R, dilation;
+  uint32_t has_input_gate, has_output_gate, has_past;
+  ParameterType weight, bias;
+  Pointwise activation;
+};
+
 // The params structs and their sizes in bytes. Both compilers check them, so shaders and host agree.
 // clang-format off
 #define MOE_METAL_PARAMS(check) \
   check(RoutingParams, 36) check(RouteParams, 52) check(GateParams, 76) check(ActivationParams, 12) \
   check(GluParams, 88) check(WeightParams, 104) check(ExpertsParams, 304) check(ProductParams, 128) \
   check(LinearParams, 128) check(DequantizeParams, 128) check(WeightedSumParams, 44) \
-  check(ResidualNormParams, 32) check(RopeParams, 184) check(AttentionParams, 216)
+  check(ResidualNormParams, 32) check(RopeParams, 184) check(AttentionParams, 216) \
+  check(LinearAttentionParams, 560) check(ShortConvParams, 168)
 #define MOE_METAL_CHECK_SIZE(params, bytes) static_assert(sizeof(params) == bytes, #params ": its size in common.h");
 // clang-format on
 MOE_METAL_PARAMS(MOE_METAL_CHECK_SIZE)

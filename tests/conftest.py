@@ -51,9 +51,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         metafunc.parametrize("case, device", rows, indirect=["device"], scope="function")  # not sorted by device
     elif "device" in metafunc.fixturenames:
-        slow = {"mps"} if metafunc.definition.get_closest_marker("slow_on_mps") else {}
-        rows = [pytest.param(device, marks=[pytest.mark.slow] if device in slow else []) for device in DEVICES]
-        metafunc.parametrize("device", rows, indirect=True)
+        metafunc.parametrize("device", DEVICES, indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`slow_on_mps` marks a test, or some of its parameters. This comes before pytest deselects slow tests."""
+    for item in items:
+        if item.get_closest_marker("slow_on_mps") and item.callspec.params.get("device") == "mps":
+            item.add_marker("slow")
 
 
 def marks(case: Case, device: str) -> list[pytest.MarkDecorator]:

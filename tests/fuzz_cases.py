@@ -48,7 +48,7 @@ ROWS_KEPT = tuple(op for op in ARGUMENTS if "kept" in ARGUMENTS[op])
 
 
 @dataclass
-class Place:
+class Layout:
     """The memory of a tensor: a view of some flat memory, which other arguments may share."""
 
     memory: Tensor
@@ -74,7 +74,7 @@ class Change:
 class Call:
     op: str
     case: Case
-    places: dict[str, Place]
+    layouts: dict[str, Layout]
     options: dict
     good: bool = True
     changes: list[Change] = field(default_factory=list)
@@ -85,16 +85,16 @@ class Call:
 
     def values(self) -> Args:
         """The arguments, contiguous on the CPU, before any change."""
-        return {name: place.of(place.memory).contiguous().clone() for name, place in self.places.items()}
+        return {name: layout.of(layout.memory).contiguous().clone() for name, layout in self.layouts.items()}
 
-    def placed(self, device: str, changed_for: str | None = None) -> tuple[dict, list[Tensor]]:
+    def on_device(self, device: str, changed_for: str | None = None) -> tuple[dict, list[Tensor]]:
         """Returns the arguments of the op, and the memory that they use. `changed_for`: apply the changes of that
         device."""
         memories: dict[int, Tensor] = {}
         args: dict[str, object] = {}
-        for name, place in self.places.items():
-            memory = memories.setdefault(id(place.memory), place.memory.to(device, copy=True))
-            args[name] = place.of(memory)
+        for name, layout in self.layouts.items():
+            memory = memories.setdefault(id(layout.memory), layout.memory.to(device, copy=True))
+            args[name] = layout.of(memory)
         for change in self.changes_on(changed_for or device):
             if isinstance(args[change.name], Tensor):
                 args[change.name] = change.function(args[change.name])
@@ -108,9 +108,9 @@ class Call:
             f"{self.op}, {'good' if self.good else 'spoiled'}; threads: {self.threads}; alongside: {self.alongside}; "
         ]
         lines[0] += f"{self.mode.__name__}; options: {self.options}"
-        for name, place in self.places.items():
-            lines.append(f"  {name}: {str(place.memory.dtype).removeprefix('torch.')} {list(place.size)}, strides ")
-            lines[-1] += f"{list(place.stride)}, offset {place.offset}, {place.kind}"
+        for name, layout in self.layouts.items():
+            lines.append(f"  {name}: {str(layout.memory.dtype).removeprefix('torch.')} {list(layout.size)}, strides ")
+            lines[-1] += f"{list(layout.stride)}, offset {layout.offset}, {layout.kind}"
         lines += [f"  then {change.name}: {change.what}" for change in self.changes]
         return "\n".join(lines + [f"  {note}" for note in self.notes])
 
@@ -161,7 +161,7 @@ def draw(seed: int, number: int) -> Call:
     if op == "attention" and "mask" in args:
         args["mask"] = draw_mask(args["mask"], rng)
     args = with_leading(case, args, draw_leading(dims["T"], rng))
-    call = Call(op, case, place_all(case, args, rng), options, notes=notes)
+    call = Call(op, case, lay_out_all(case, args, rng), options, notes=notes)
     if rng.random() < 0.1:
         share_memory(call, rng)
     for _ in range(rng.choice((0, 0, 0, 1))):
@@ -426,9 +426,9 @@ def hostile_ids(ids: Tensor, E: int, rng: random.Random) -> tuple[Tensor, str]:
     elif way == "all out of range":
         ids.fill_(rng.choice(bad))
     else:
-        for place in range(ids.numel()):
+        for slot in range(ids.numel()):
             if rng.random() < 0.3:
-                ids.view(-1)[place] = rng.choice(bad)
+                ids.view(-1)[slot] = rng.choice(bad)
     return ids, way
 
 
@@ -444,7 +444,7 @@ def flat(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
 
 
-def place_all(case: Case, args: Args, rng: random.Random) -> dict[str, Place]:
+def lay_out_all(case: Case, args: Args, rng: random.Random) -> dict[str, Layout]:
     plainly = rng.random() < 0.3
     table = ARGUMENTS[case.op]
     rows = {n for n in args if table[n].kind == "weight" and format_of(n, case.options) != "dense"}
@@ -452,12 +452,12 @@ def place_all(case: Case, args: Args, rng: random.Random) -> dict[str, Place]:
     return {
         name: lay_out(tensor, "exact")
         if plainly
-        else place(tensor, rng, name in written(case.op), name in rows, name in even)
+        else lay_out_randomly(tensor, rng, name in written(case.op), name in rows, name in even)
         for name, tensor in args.items()
     }
 
 
-def place(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool, even: bool) -> Place:
+def lay_out_randomly(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool, even: bool) -> Layout:
     """`in_rows`: the bytes of a row are contiguous; `even`: rows begin at even bytes."""
     if even:
         return lay_out(tensor, rng.choice(("exact", "exact", "evenly contiguous", "evenly padded")), rng)
@@ -467,11 +467,11 @@ def place(tensor: Tensor, rng: random.Random, is_written: bool, in_rows: bool, e
     return lay_out(tensor, rng.choice(kinds), rng)
 
 
-def lay_out(tensor: Tensor, kind: str, rng: random.Random | None = None) -> Place:
+def lay_out(tensor: Tensor, kind: str, rng: random.Random | None = None) -> Layout:
     """exact: memory of exactly its size; expanded and overlapping: elements share memory, and so their values; else
     between guards."""
     if kind == "exact":
-        return Place(flat(tensor), tuple(tensor.shape), contiguous(tensor.shape), 0, kind)
+        return Layout(flat(tensor), tuple(tensor.shape), contiguous(tensor.shape), 0, kind)
     if kind == "expanded":
         dims = [dim for dim, count in enumerate(tensor.shape) if count > 1]
         for dim in rng.sample(dims, rng.randint(1, len(dims))):
@@ -479,25 +479,25 @@ def lay_out(tensor: Tensor, kind: str, rng: random.Random | None = None) -> Plac
         narrow = tensor.as_strided([1 if s == 0 else n for n, s in zip(tensor.shape, tensor.stride(), strict=True)],
                                    tensor.stride(), tensor.storage_offset())  # fmt: skip
         strides = [0 if s == 0 else n for n, s in zip(contiguous(narrow.shape), tensor.stride(), strict=True)]
-        return Place(flat(narrow), tuple(tensor.shape), tuple(strides), 0, kind)
+        return Layout(flat(narrow), tuple(tensor.shape), tuple(strides), 0, kind)
     if kind == "overlapping":
         strides = tuple(stride // rng.choice((1, 2, 3)) for stride in contiguous(tensor.shape))
         span = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, strides, strict=True))
-        return Place(flat(tensor)[:span].clone(), tuple(tensor.shape), strides, 0, kind)
+        return Layout(flat(tensor)[:span].clone(), tuple(tensor.shape), strides, 0, kind)
     guarded = Guarded(tensor, kind, rng.randrange(0, 9, 2) if kind.startswith("evenly") else rng.randrange(9))
     view = guarded.view
-    return Place(guarded.storage, tuple(view.shape), view.stride(), view.storage_offset(), kind)
+    return Layout(guarded.storage, tuple(view.shape), view.stride(), view.storage_offset(), kind)
 
 
 def share_memory(call: Call, rng: random.Random) -> None:
     """Two arguments of one dtype in one memory: side by side, alternating, or one inside the other."""
     pairs = [
         (a, b)
-        for a in call.places
-        for b in call.places
+        for a in call.layouts
+        for b in call.layouts
         if a != b
-        and call.places[a].memory.dtype != torch.uint8
-        and call.places[a].memory.dtype == call.places[b].memory.dtype
+        and call.layouts[a].memory.dtype != torch.uint8
+        and call.layouts[a].memory.dtype == call.layouts[b].memory.dtype
     ]
     if not pairs:
         return
@@ -511,13 +511,15 @@ def share_memory(call: Call, rng: random.Random) -> None:
         halves = both.chunk(2, -1) if dim == -1 else (both[..., ::2], both[..., 1::2])
         for name, half in zip((one, other), halves, strict=True):
             kind = f"packed with {other if name == one else one}"
-            call.places[name] = Place(flat(both), tuple(half.shape), half.stride(), half.storage_offset(), kind)
-        call.places[one].memory = call.places[other].memory
+            call.layouts[name] = Layout(flat(both), tuple(half.shape), half.stride(), half.storage_offset(), kind)
+        call.layouts[one].memory = call.layouts[other].memory
     elif second.numel() <= first.numel():
-        call.places[one] = lay_out(first, "exact")
+        call.layouts[one] = lay_out(first, "exact")
         offset = rng.randint(0, first.numel() - second.numel())
-        place = Place(call.places[one].memory, tuple(second.shape), contiguous(second.shape), offset, f"within {one}")
-        call.places[other] = place
+        layout = Layout(
+            call.layouts[one].memory, tuple(second.shape), contiguous(second.shape), offset, f"within {one}"
+        )
+        call.layouts[other] = layout
         call.good = call.good and not is_written
 
 
@@ -540,8 +542,8 @@ NOT_THERE += [] if torch.backends.mps.is_built() else [("negative_view", "mps"),
 
 
 def dress(call: Call, rng: random.Random) -> None:
-    name, what = rng.choice(list(call.places)), rng.choice(list(DRESSES))
-    if (name in written(call.op) and what != "lazy_clone") or not call.places[name].memory.is_floating_point():
+    name, what = rng.choice(list(call.layouts)), rng.choice(list(DRESSES))
+    if (name in written(call.op) and what != "lazy_clone") or not call.layouts[name].memory.is_floating_point():
         return
     call.changes.append(Change(name, what, DRESSES[what]))
 
@@ -608,7 +610,7 @@ def spoil(call: Call, rng: random.Random) -> None:
         elif rng.random() < 0.15:
             empty_letter(call, rng)
         else:
-            name = rng.choice(list(call.places))
+            name = rng.choice(list(call.layouts))
             fitting = [what for what in TENSORS if fits(what, call.values()[name])]
             if (call.op, name) in WIDE and "a million more" in fitting:
                 fitting.remove("a million more")
@@ -619,11 +621,11 @@ def spoil(call: Call, rng: random.Random) -> None:
 
 def empty_letter(call: Call, rng: random.Random) -> None:
     """Makes all sizes of one letter 0."""
-    letters = shapes(call.op, tuple(call.places), bool(call.options.get("transposed", False)))
+    letters = shapes(call.op, tuple(call.layouts), bool(call.options.get("transposed", False)))
     letter = rng.choice([letter for letter in "EKHIBAJSDVR" if any(letter in text for text in letters.values())])
     for name, text in letters.items():
         text = text.replace("G", "I")
-        if letter in text and name in call.places:
+        if letter in text and name in call.layouts:
             call.changes = [change for change in call.changes if change.name != name]
             dim = text.index(letter) - len(text)
             call.changes.append(Change(name, f"no {letter}", lambda t, dim=dim: t.narrow(dim, 0, 0)))

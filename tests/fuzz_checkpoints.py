@@ -170,8 +170,8 @@ def missing(random, tensors, name, tensor, side) -> None:
 
 
 def renamed(random, tensors, name, tensor, side) -> str:
-    place = random.randrange(len(name))
-    to = name[:place] + random.choice("0123456789abcdwx._") + name[place + random.randrange(2) :]
+    at = random.randrange(len(name))
+    to = name[:at] + random.choice("0123456789abcdwx._") + name[at + random.randrange(2) :]
     same = {re.sub("[^0-9a-z]", ".", each) for each in (name, to)}
     if to not in tensors and len(same) > 1:  # in transformers' patterns a dot matches any character
         tensors[to] = tensors.pop(name)
@@ -241,8 +241,8 @@ def change_bytes(random: random.Random, folder: Path) -> Change:
     way = random.choice(["header", "header", "header", "length", "cut", "longer"])
     if way in ("header", "length"):
         for _ in range(random.choice([1, 1, 2, 8])):
-            place = random.randrange(8, header) if way == "header" else random.randrange(8)
-            content[place] = random.choice([random.randrange(256), ord(random.choice('0123456789"[]{},:FBIU'))])
+            at = random.randrange(8, header) if way == "header" else random.randrange(8)
+            content[at] = random.choice([random.randrange(256), ord(random.choice('0123456789"[]{},:FBIU'))])
     elif way == "cut":
         del content[random.randrange(len(content)) :]
     else:

@@ -31,7 +31,7 @@ SECONDS = 600.0 if SANITIZED else 240.0  # maximum time of a case, on a busy mac
 
 def check(drawn: Call, device: str) -> str:
     """Run it, and raise AssertionError if it did something wrong. Returns "right" or "refused"."""
-    args, memories = drawn.placed(device)
+    args, memories = drawn.on_device(device)
     before = [bits(memory) for memory in memories]
     values = drawn.values() if drawn.good else contiguous_values(args)
     try:
@@ -76,22 +76,22 @@ def contiguous_values(args: dict) -> dict:
 
 def untouched(drawn: Call, device: str, memories: list[Tensor], before: list[Tensor], wrote: bool) -> None:
     """No memory has changed, except that of arguments written in-place."""
-    changed = [place for place, memory in enumerate(memories) if not torch.equal(bits(memory), before[place])]
+    changed = [number for number, memory in enumerate(memories) if not torch.equal(bits(memory), before[number])]
     if not changed:
         return
     assert wrote, "it raised, and had written"
     lazy = {change.name for change in drawn.changes_on(device) if change.what == "lazy_clone"}
-    for name in set(written(drawn.op, drawn.places)) - lazy:
-        place = drawn.places[name]
+    for name in set(written(drawn.op, drawn.layouts)) - lazy:
+        layout = drawn.layouts[name]
         (which,) = {
-            number for number, memory in enumerate(dict.fromkeys(id(p.memory) for p in drawn.places.values()))
-            if memory == id(place.memory)
+            number for number, memory in enumerate(dict.fromkeys(id(p.memory) for p in drawn.layouts.values()))
+            if memory == id(layout.memory)
         }  # fmt: skip
-        old = before[which].view(place.memory.dtype).clone()
-        place.of(old).copy_(place.of(memories[which]))
+        old = before[which].view(layout.memory.dtype).clone()
+        layout.of(old).copy_(layout.of(memories[which]))
         before[which] = bits(old)
-    for place, memory in enumerate(memories):
-        assert torch.equal(bits(memory), before[place]), "memory of an input, or next to it, has changed"
+    for number, memory in enumerate(memories):
+        assert torch.equal(bits(memory), before[number]), "memory of an input, or next to it, has changed"
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -108,7 +108,7 @@ def refused(drawn: Call, args: dict, message: str, device: str) -> None:
     if device == "cpu" or any(change.what == "on the cpu" for change in drawn.changes):
         return
     try:
-        run(drawn, drawn.placed("cpu", changed_for=device)[0])
+        run(drawn, drawn.on_device("cpu", changed_for=device)[0])
     except (RuntimeError, TypeError, ValueError, MemoryError) as error:
         there = neutral(str(error), "cpu")
         assert neutral(message, device) == there, f"{message}\nbut on the CPU:\n{error}"
@@ -400,7 +400,7 @@ def again(drawn: Call, device: str, first: list[Tensor]) -> None:
     """The same bits, also while threads call the op and in a process that was forked meanwhile."""
 
     def same() -> bool:
-        return all(same_bits(a, b) for a, b in zip(run(drawn, drawn.placed(device)[0]), first, strict=True))
+        return all(same_bits(a, b) for a, b in zip(run(drawn, drawn.on_device(device)[0]), first, strict=True))
 
     if drawn.alongside == "nothing" or not drawn.good:
         assert same(), "other bits in the second run"

@@ -139,9 +139,11 @@ class ServerThread:
         **options,
     ):
         defaults = {"device": "cpu", "bits": None, "format": None, "dtype": "auto", "context": None}
-        options = defaults | {"alias": [], "parallel": 4} | options
+        options = defaults | {"alias": [], "parallel": 4, "prefix_memory": None} | options
         self.models = Models(source, Namespace(**options))
-        self.generation = Generation(self.models.model, self.models.context, batched, options["parallel"])
+        self.generation = Generation(
+            self.models.model, self.models.context, batched, options["parallel"], options["prefix_memory"]
+        )
         warm_up(self.models, self.generation)
         app = build(self.models, self.generation, api_key, cors, strict)
         listening = socket.create_server(("127.0.0.1", 0))

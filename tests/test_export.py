@@ -90,6 +90,7 @@ def test_experts_selected_later(strict):
     check_model(model, OPS["qwen3_moe"], strict)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma4_text", "deepseek_v3"])
 def test_experts_selected_later_in_other_families(family):
     model = tiny_model(family)

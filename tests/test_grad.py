@@ -55,9 +55,16 @@ WAYS = {
 }
 
 
+# The fast set has every way to compute them, and every module; each compilation takes seconds.
+BUILT = [
+    pytest.param(build, way, marks=pytest.mark.slow if "compiled" in way and build is not block else [])
+    for build in (layer, block, experts)
+    for way in WAYS
+]
+
+
 @pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("build", [layer, block, experts])
+@pytest.mark.parametrize("build, way", BUILT)
 def test_tangents(build, way, grad):
     """The tangent equals the difference quotient, whether or not gradients are recorded too."""
     function, step = build(), 1e-2

@@ -82,9 +82,9 @@ def test_views_between_guards(case: Case, device: str, kind: str, offset: int):
         name: Guarded(
             tensor.to(device),
             kind_of(case, name, kind),
-            (offset + place * (offset > 0)) * (2 if has_own_scales(case, name) else 1),
+            (offset + number * (offset > 0)) * (2 if has_own_scales(case, name) else 1),
         )
-        for place, (name, tensor) in enumerate(args.items())
+        for number, (name, tensor) in enumerate(args.items())
     }
     got = run(case, {name: guard.view for name, guard in guarded.items()})
     assert_matches(got, case.expected(), case.longest_sum)

@@ -164,7 +164,10 @@ def test_a_model_without_experts(tmp_path, device):
 @pytest.mark.parametrize(
     "family, way",
     [(family, WAYS[family]) for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")]
-    + [("qwen3_moe", {"format": format}) for format in ("mxfp8", "nvfp4", "q4_0", "q8_0")],
+    + [
+        pytest.param("qwen3_moe", {"format": format}, marks=pytest.mark.slow_on_mps)
+        for format in ("mxfp8", "nvfp4", "q4_0", "q8_0")
+    ],
     ids=str,
 )
 def test_in_memory(family, way, tmp_path, device):

@@ -160,6 +160,7 @@ def test_a_long_prompt_gives_way_between_its_pieces(server, forwards):
 
 
 def test_a_client_that_disconnects_ends_its_prompt(server, monkeypatch):
+    server.generation.get_manager("").prefixes.clear()
     model, sizes, begun, go_on = server.models.model, [], threading.Event(), threading.Event()
     forward = model.forward
 

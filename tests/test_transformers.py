@@ -34,8 +34,9 @@ from tiny_models import FAMILIES, SAME_CODE, eager, experts_classes, tiny_model,
 from torch_moe_metal.grad import warned
 from torch_moe_metal.transformers import Report
 from torch_moe_metal.transformers.fusing.experts import experts_forward, why_not_fused
-from torch_moe_metal.transformers.fusing.families import RECORDS, RECURRENT
+from torch_moe_metal.transformers.fusing.families import RECORDS
 from torch_moe_metal.transformers.fusing.fused import Fused
+from torch_moe_metal.transformers.fusing.hybrid_families import RECURRENT
 from torch_moe_metal.transformers.fusing.records import Block
 from torch_moe_metal.transformers.fusing.routing import deepseek_v2, deepseek_v3, mistral4
 from torch_moe_metal.transformers.versions import cache_of, with_cache

@@ -11,7 +11,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from torch_moe_metal.transformers import Report
-from torch_moe_metal.transformers.fusing.families import RECURRENT
+from torch_moe_metal.transformers.fusing.hybrid_families import RECURRENT
 from torch_moe_metal.transformers.fusing.tiny_models import COMMON, CONFIGS, build, eager, randomised, tiny_model
 
 __all__ = ["COMMON", "CONFIGS", "build", "eager", "randomised", "tiny_model"]

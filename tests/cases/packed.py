@@ -95,9 +95,9 @@ POSITIVE = {
 
 
 def set_bits(args: Args, format: str) -> None:
-    for place, bits in POSITIVE.get(format, ()):
+    for at, bits in POSITIVE.get(format, ()):
         for name in args.keys() & {"gate_up", "down", "weight"}:
-            args[name].unflatten(-1, (-1, formats.FORMATS[format].bytes))[..., place] |= bits
+            args[name].unflatten(-1, (-1, formats.FORMATS[format].bytes))[..., at] |= bits
 
 
 @functools.cache

@@ -148,9 +148,9 @@ def test_every_op_option_and_kind_of_memory_is_drawn():
     assert {call.op for call in calls} == set(fuzz_cases.ARGUMENTS)
     for op in fuzz_cases.ARGUMENTS:
         drawn = [call for call in calls if call.op == op]
-        assert {name for call in drawn for name in call.places} == set(fuzz_cases.ARGUMENTS[op])
+        assert {name for call in drawn for name in call.layouts} == set(fuzz_cases.ARGUMENTS[op])
         assert {name for call in drawn for name in call.options} >= set(fuzz_cases.signature(op))
-    kinds = {place.kind.split(" ")[0] for call in calls for place in call.places.values()}
+    kinds = {layout.kind.split(" ")[0] for call in calls for layout in call.layouts.values()}
     assert kinds >= {"exact", "contiguous", "strided", "padded", "transposed", "expanded", "overlapping", "within"}
     assert "packed" in kinds and {call.alongside for call in calls} == {"nothing", "threads", "forks"}
     assert fuzz_cases.choices("route", "scoring") == tuple(reference.SCORING)
@@ -160,5 +160,5 @@ def test_cases_are_reproducible():
     for number in range(20):
         first, second = fuzz_cases.draw(3, number), fuzz_cases.draw(3, number)
         assert str(first) == str(second)
-        for one, other in zip(first.places.values(), second.places.values(), strict=True):
+        for one, other in zip(first.layouts.values(), second.layouts.values(), strict=True):
             assert torch.equal(one.memory.nan_to_num(), other.memory.nan_to_num())

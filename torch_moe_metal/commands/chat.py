@@ -8,11 +8,15 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from .common.cli import CannotRun, Waits, positive
+from .common.cli import UNSAMPLED, CannotRun, Waits, at_least_0, positive
 from .common.loading import add_model, check_model, context_of, load_model, load_tokenizer, loading, memory, say
+
+if TYPE_CHECKING:
+    from .common.prefixes import Prefix
 
 EXAMPLES = """
 examples:
@@ -26,12 +30,6 @@ HELP = """/reset   starts a new conversation
 /help    prints this
 Ctrl-C   ends an answer; its text stays in the conversation"""
 DIM, PLAIN = "\033[2m", "\033[0m"
-
-
-def at_least_0(text: str) -> float:
-    if not 0 <= (number := float(text)) < float("inf"):
-        raise ArgumentTypeError(f"must be 0 or more, got {text}")
-    return number
 
 
 def share(text: str) -> float:
@@ -118,12 +116,14 @@ class Chat:
         self.sampling = sampling(options)
         ends = model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
-        self.computed = Computed(model)
+        from .common.prefixes import Prefixes
+
+        self.prefixes = Prefixes(model)
         self.reset()
 
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.computed.clear()
+        self.prefixes.clear()
         if self.seed is not None:
             torch.manual_seed(self.seed)
 
@@ -133,7 +133,7 @@ class Chat:
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
-            ids = self.encode()
+            ids = self.encode(self.messages)
             if len(ids) >= self.context:
                 raise CannotRun(
                     f"the conversation has {len(ids):,} tokens, the context {self.context:,}: /reset starts a new one"
@@ -148,38 +148,57 @@ class Chat:
         self.messages = before if answer is None else [*self.messages, answer.message]
         return answer
 
-    def encode(self) -> list[int]:
+    def encode(self, messages: list[dict], answers: bool = True) -> list[int]:
+        """The tokens of these messages, followed by the beginning of an answer if the model `answers` them."""
         if not self.chat_template:
-            return self.tokenizer("\n".join(message["content"] for message in self.messages))["input_ids"]
-        how = {"chat_template": self.chat_template, "add_generation_prompt": True, "return_dict": True}
+            return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+        how = {"chat_template": self.chat_template, "add_generation_prompt": answers, "return_dict": True}
         try:
-            return self.tokenizer.apply_chat_template(self.messages, **how)["input_ids"]
+            return self.tokenizer.apply_chat_template(messages, **how)["input_ids"]
         except Exception as error:  # a template may raise anything
             raise CannotRun(f"the model's chat template does not take this: {error}") from error
 
     def answer(self, ids: list[int], start: float) -> "Answer":
-        from ..transformers.versions import with_cache
-
-        device, kept = self.model.device, self.computed.keep(ids)
-        prompt = torch.tensor([ids], device=device)
-        answer = Answer(self.tokenizer, self.ends, self.parser(ids), start, len(ids), len(ids) - kept)
+        prefix = self.prefixes.take(ids)
+        answer = Answer(self.tokenizer, self.ends, self.parser(ids), start, len(ids), len(ids) - len(prefix.ids))
         room = self.context - len(ids)
-        with until_interrupted() as stop, self.computed.guarded() as cache:
-            output = self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
+        with until_interrupted() as stop:
+            for beginning in self.prefixes.before(prefix, ids, self.cuts(ids)):
+                self.generate(beginning, prefix, max_new_tokens=1, **UNSAMPLED)
+                prefix.note(beginning)
+            output = self.generate(
+                ids,
+                prefix,
                 max_new_tokens=min(self.most or room, room),
-                pad_token_id=self.tokenizer.pad_token_id or 0,
                 streamer=answer,
                 stopping_criteria=[stop],
-                logits_processor=[Waits()],
-                **with_cache(cache),
                 **self.sampling,
             )
-            self.computed.add(output[0].tolist())
-        why = self.ending(output[0, -1].item(), output.shape[1] - len(ids), room, stop.wanted)
+        if prefix.cache is not None:  # the last token has no keys yet
+            prefix.note(output[: prefix.cache.get_seq_length()])
+            self.prefixes.give(prefix)
+        why = self.ending(output[-1], len(output) - len(ids), room, stop.wanted)
         say(f"[{answer}{why}]")
         return answer
+
+    def cuts(self, ids: list[int]) -> list[int]:
+        from .common.prefixes import cuts
+
+        return cuts(self.messages, ids, self.encode) if self.prefixes.needs_cuts else []
+
+    def generate(self, ids: list[int], prefix: "Prefix", **options) -> list[int]:
+        """These tokens and those that follow."""
+        from ..transformers.versions import with_cache
+
+        prompt = torch.tensor([ids], device=self.model.device)
+        return self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            pad_token_id=self.tokenizer.pad_token_id or 0,
+            logits_processor=[Waits()],
+            **with_cache(prefix.cache),
+            **options,
+        )[0].tolist()
 
     def ending(self, last: int, tokens: int, room: int, interrupted: bool) -> str:
         """The reason if the answer ended before the model ended it."""
@@ -203,8 +222,7 @@ class Chat:
 def sampling(options: Namespace) -> dict[str, object]:
     """The sampling arguments of `generate`. Missing ones are those of the checkpoint."""
     if options.temperature == 0:
-        # the defaults, so that there is no warning
-        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+        return UNSAMPLED
     given = {"temperature": options.temperature, "top_p": options.top_p}
     given = {name: value for name, value in given.items() if value is not None}
     return {"do_sample": True} | given if given else {}
@@ -224,59 +242,6 @@ def response_template(tokenizer, model) -> dict | None:
     except ImportError:
         return None
     return get_response_template(tokenizer, model)
-
-
-class Computed:
-    """The cache of all tokens computed so far. A new prompt is computed from its first different token on."""
-
-    def __init__(self, model):
-        self.config = model.config.get_text_config(decoder=True)
-        self.is_kept = model._supports_default_dynamic_cache() and model.generation_config.cache_implementation is None
-        self.clear()
-
-    def clear(self) -> None:
-        from transformers import DynamicCache
-
-        self.ids: list[int] = []
-        # the cache cannot be cropped before this: layers with a sliding window have lost earlier keys
-        self.earliest = 0
-        self.cache = DynamicCache(config=self.config) if self.is_kept else None
-        self.records = self.is_kept and self.cache.is_croppable  # linear attention is not croppable
-        if self.records:
-            self.cache.activate_past_recording()
-            # On mps, `generate` computes a token too many and crops it, if it may. That would also restrict layers with
-            # a sliding window to their window, and end the recording.
-            for layer in self.cache.layers:
-                layer.is_croppable = layer.is_croppable and not layer.is_sliding
-
-    def keep(self, ids: list[int]) -> int:
-        """Crop the cache to its common prefix with these tokens, without the last one, which is computed again for its
-        logits. Returns the length that is left."""
-        same = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
-        same = min(same, len(ids) - 1)
-        if self.records and same >= self.earliest:
-            if self.ids:
-                self.cache.crop(same - len(self.ids))
-            self.earliest = same if any(self.cache.is_sliding) else 0
-        elif same < len(self.ids):
-            self.clear()
-            return 0
-        self.ids = self.ids[:same]
-        return same
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[object]:
-        """The cache for `generate`. After an exception the last token may be in only some of the layers."""
-        try:
-            yield self.cache
-        except BaseException:
-            self.clear()
-            raise
-
-    def add(self, ids: list[int]) -> None:
-        """The last token has no keys yet."""
-        if self.is_kept:
-            self.ids = ids[: self.cache.get_seq_length()]
 
 
 @dataclass

@@ -19,5 +19,6 @@ from .checkpoints.config import MoeMetalConfig
 from .checkpoints.quantize import quantize_
 from .fusing.fuse import Report, Row
 from .fusing.patch import patch, unpatch
+from .fusing.snapshots import Snapshot, restore, snapshot
 
-__all__ = ["MoeMetalConfig", "Report", "Row", "patch", "quantize_", "unpatch"]
+__all__ = ["MoeMetalConfig", "Report", "Row", "Snapshot", "patch", "quantize_", "restore", "snapshot", "unpatch"]

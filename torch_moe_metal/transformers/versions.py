@@ -4,6 +4,8 @@ They look at what transformers has, not at its version number, so that a develop
 """
 
 import dataclasses
+import functools
+import inspect
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -45,3 +47,19 @@ def updated_if_paged(module: nn.Module, key: Tensor, value: Tensor, kwargs: dict
     """The same for the cache of continuous batching, before transformers' attention function is called. Before 5.24
     that function updates the cache itself."""
     return (key, value) if CACHE == OLD_CACHE else updated(kwargs.pop("cache"), key, value, module.layer_idx, kwargs)
+
+
+#: The names of the cache as an argument of mixers with a recurrent state: since 5.24 the first one.
+CACHES = ("cache", "cache_params", OLD_CACHE)
+
+
+def cache_given(kwargs: dict) -> Cache | None:
+    """The cache in the arguments of a mixer with a recurrent state."""
+    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+
+
+@functools.cache
+def cache_argument(mixer: type) -> str:
+    """The name of the cache in this class of mixers."""
+    parameters = inspect.signature(mixer.forward).parameters
+    return next((name for name in CACHES if name in parameters), CACHE)

@@ -1,4 +1,5 @@
-// Compiles source text to a loaded library: translate.py, clang, a cache on disk, dlopen.
+// Compiles source text to a loaded library: translate.py, clang, a cache on disk, dlopen. shim/callbacks.cpp, which all
+// libraries have, is compiled once.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/wait.h>
@@ -63,7 +64,7 @@ std::string hash(const std::string& text) {
   return out;
 }
 
-// The sanitizers in shim/compile_flags.txt only insert calls; shim/runtime.h defines the called functions.
+// The sanitizers in shim/compile_flags.txt only insert calls; shim/callbacks.cpp defines the called functions.
 std::string compiler_flags() { return "@" + quote((fs::path(settings().home) / "shim/compile_flags.txt").string()); }
 
 std::string machine_flags() {
@@ -77,16 +78,22 @@ std::string machine_flags() {
          (has_arithmetic("flush_half") ? " -DMSL_FLUSH_HALF" : "");
 }
 
+// What every library depends on.
+std::string common_key() {
+  std::string all = compiler() + machine_flags() + '\n';
+  fs::path home = settings().home;
+  for (const char* file : {"translate.py", "metal_rules.py", "metal_tokens.py", "shim/compile_flags.txt", "shim/abi.h",
+                           "shim/callbacks.cpp", "shim/metal.h", "shim/parameters.h", "shim/runtime.h", "shim/types.h",
+                           "shim/math.h", "shim/simd.h", "shim/mpp.h"})
+    all += read_file(home / file);
+  return all;
+}
+
 // The key of the cache: a hash of everything that the library depends on.
 std::string key(const std::string& source, const CompileOptions& options) {
   std::ostringstream all;
-  all << options.metal_version << options.fast_math << compiler() << machine_flags() << '\n';
+  all << options.metal_version << options.fast_math << common_key();
   for (const auto& [name, value] : options.macros) all << name << '=' << value << '\n';
-  fs::path home = settings().home;
-  for (const char* file :
-       {"translate.py", "metal_rules.py", "metal_tokens.py", "shim/compile_flags.txt", "shim/abi.h", "shim/metal.h",
-        "shim/parameters.h", "shim/runtime.h", "shim/types.h", "shim/math.h", "shim/simd.h", "shim/mpp.h"})
-    all << read_file(home / file);
   all << source;
   return hash(all.str());
 }
@@ -97,21 +104,36 @@ std::string without_paths(std::string message, const std::string& folder) {
   return message;
 }
 
+std::string compile_command(const fs::path& source, const fs::path& object) {
+  return compiler() + " " + compiler_flags() + machine_flags() + " -I" +
+         quote((fs::path(settings().home) / "shim").string()) + " -c " + quote(source.string()) + " -o " +
+         quote(object.string());
+}
+
+// The object of shim/callbacks.cpp. `folder` is the caller's own.
+fs::path callbacks(const fs::path& folder) {
+  fs::path object = fs::path(settings().cache) / (hash(common_key()) + ".callbacks.o"), own = folder / "callbacks.o";
+  if (fs::exists(object)) return object;
+  run(compile_command(fs::path(settings().home) / "shim/callbacks.cpp", own), folder / "errors");
+  fs::rename(own, object);  // atomic, because others may be compiling it too
+  return object;
+}
+
 void build(const std::string& source, const CompileOptions& options, const fs::path& folder, const fs::path& result) {
-  fs::path home = settings().home;
+  fs::path home = settings().home, errors = folder / "errors";
   write_file(folder / "program_source.metal", source);
   std::string defines = options.fast_math ? " -D__FAST_MATH__=1" : "";
   for (const auto& [name, value] : options.macros) defines += " " + quote("-D" + name + "=" + value);
   auto in = [&](const char* name) { return quote((folder / name).string()); };
-  fs::path errors = folder / "errors";
-  std::string python = variable("METAL_SIM_PYTHON", "python3");
-  run(python + " " + quote((home / "translate.py").string()) + " " + in("program_source.metal") + " -o " +
+  // Without the packages of this Python, which take longer to find than the translation of a small shader.
+  std::string python = variable("METAL_SIM_PYTHON", "python3") + " -I -S ";
+  run(python + quote((home / "translate.py").string()) + " " + in("program_source.metal") + " -o " +
           in("program_source.cpp") + " --version " + std::to_string(options.metal_version) + defines,
       errors);
-  run(compiler() + " " + compiler_flags() + machine_flags() + " -I" + quote((home / "shim").string()) + " -c " +
-          in("program_source.cpp") + " -o " + in("program.o"),
+  run(compile_command(folder / "program_source.cpp", folder / "program.o"), errors);
+  run(compiler() + " -shared -Wl,-Bsymbolic -Wl,-z,defs " + in("program.o") + " " + quote(callbacks(folder).string()) +
+          " -lm -o " + in("program.so"),
       errors);
-  run(compiler() + " -shared -Wl,-Bsymbolic -Wl,-z,defs " + in("program.o") + " -lm -o " + in("program.so"), errors);
   fs::rename(folder / "program.so", result);  // atomic, because another process may be building the same library
 }
 

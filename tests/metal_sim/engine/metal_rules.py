@@ -224,16 +224,18 @@ def without_repeated_methods(tokens):
 @rule
 def words(shader):
     for i, token in enumerate(shader.tokens):
+        if token.text not in REFUSED or token.kind != "name":
+            continue
         is_deleted = token.text == "delete" and shader.text(i - 1) == "="
         is_member = shader.text(i - 1) in (".", "->")
-        if token.kind == "name" and token.text in REFUSED and not is_member and not is_deleted:
+        if not is_member and not is_deleted:
             refuse(token, REFUSED[token.text])
 
 
 @rule
 def names_of_the_simulator(shader):
     for token in shader.tokens:
-        if token.kind == "name" and re.match("msl(_|$)|MSL_", token.text):
+        if token.kind == "name" and (token.text == "msl" or token.text.startswith(("msl_", "MSL_"))):
             refuse(token, f"'{token.text}' is a name of the simulator")
 
 
@@ -255,9 +257,10 @@ def long_long(shader):
 @rule
 def lambdas(shader):
     for i in range(1, len(shader.tokens)):
+        if shader.tokens[i].text != "[":
+            continue
         before = shader.tokens[i - 1]
-        starts = (before.kind == "mark" and before.text not in (")", "]", ">")) or before.text == "return"
-        if shader.text(i) == "[" and starts:
+        if (before.kind == "mark" and before.text not in (")", "]", ">")) or before.text == "return":
             refuse(shader.tokens[i], "lambda expressions are not supported in Metal 3.1")
 
 
@@ -272,8 +275,10 @@ def noexcept(shader):
 def elements_of_a_lane(shader):
     """A lane has two elements of a simdgroup matrix: `thread_elements()[2]` is out of range."""
     for i, token in enumerate(shader.tokens):
+        if token.text != "thread_elements":
+            continue
         call = [shader.text(i + n) for n in range(6)]
-        if call[:4] == ["thread_elements", "(", ")", "["] and call[5] == "]" and re.match("[2-9]|1[0-9]", call[4]):
+        if call[1:4] == ["(", ")", "["] and call[5] == "]" and re.match("[2-9]|1[0-9]", call[4]):
             refuse(token, f"a lane has two elements of a matrix, and none at index {call[4]}")
 
 

@@ -7,6 +7,7 @@ SPACES = ("device", "constant", "threadgroup", "thread")
 QUALIFIERS = ("const", "volatile", "constexpr", "static")
 SCALARS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
 OPENERS = {"(": ")", "[": "]", "{": "}", "[[": "]"}
+NESTING = {"(": 1, "[": 1, "{": 1, "[[": 2, ")": -1, "]": -1, "}": -1}
 TOKEN = re.compile(
     r"""(?P<space>(?:[ \t\r\n\f\v]+|^[ \t]*\#[^\n]*)+)
       |(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
@@ -21,7 +22,7 @@ class RefusedError(Exception):
     """The source breaks a rule of Metal, or uses something that this translator does not support."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Token:
     text: str
     kind: str  # name, number, string, mark; code: text written by this translator
@@ -50,6 +51,8 @@ def tokenize(text):
 
 def blanks(text, line):
     """Line markers become #line, so that messages name the shader's own lines."""
+    if "#" not in text:
+        return text, line + text.count("\n")
     out = []
     for part in text.split("\n"):
         marker = re.match(r'\s*#\s*(\d+) "([^"]*)"', part)
@@ -68,9 +71,10 @@ def closing(tokens, i):
     depth, want = 0, "]]" if tokens[i].text == "[[" else None
     for j in range(i, len(tokens)):
         text = tokens[j].text
-        depth += {"(": 1, "[": 1, "{": 1, "[[": 2, ")": -1, "]": -1, "}": -1}.get(text, 0)
-        if depth == 0:
-            return j
+        if text in NESTING:
+            depth += NESTING[text]
+            if depth == 0:
+                return j
     refuse(tokens[i], f"'{tokens[i].text}' is not closed {want or ''}")
 
 

@@ -11,6 +11,7 @@ Metal 4 that includes MetalPerformancePrimitives.h gets mpp.h as well, with msl:
 """
 
 import argparse
+import gc
 import itertools
 import os
 import re
@@ -193,10 +194,12 @@ def subscripted(tokens, i):
 def swizzles(tokens):
     own = {name.text for before, name in itertools.pairwise(tokens) if before.text not in (".", "->")}
     for i in range(1, len(tokens) - 1):
+        if tokens[i - 1].text not in (".", "->"):
+            continue
         token = tokens[i]
         is_color = re.fullmatch("[rgba]{2,4}", token.text) and token.text not in own
         is_swizzle = is_color or re.fullmatch("[xyzw]{2,4}", token.text)
-        if tokens[i - 1].text not in (".", "->") or not is_swizzle:
+        if not is_swizzle:
             continue
         letters = ", ".join(str("xyzwrgba".index(letter) % 4) for letter in token.text)
         is_target = tokens[i + 1].text in ("=", "+=", "-=", "*=", "/=")
@@ -239,8 +242,10 @@ def without_attributes(tokens):
 
 
 def argument(token, name):
+    if token.kind != "attribute":
+        return None
     match = re.fullmatch(rf"{name}\s*\((.*)\)", token.text, re.DOTALL)
-    return match[1].strip() if match and token.kind == "attribute" else None
+    return match[1].strip() if match else None
 
 
 def attribute(marks, name):
@@ -579,6 +584,7 @@ def main():
     parser.add_argument("--version", type=int, default=310, help="__METAL_VERSION__")
     parser.add_argument("-D", dest="macros", action="append", default=[])
     options = parser.parse_args()
+    gc.disable()  # tokens are kept until the end
     with open(options.source, encoding="utf-8", errors="surrogateescape") as file:
         source = file.read()
     try:

@@ -9,6 +9,9 @@ from torch import Tensor
 #: On mps, how many tokens `generate` computes between two waits for the GPU.
 TOKENS_PER_WAIT = 256
 
+#: Options of `generate`: greedy decoding, with the defaults of the other settings, so that there is no warning of them.
+UNSAMPLED = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+
 
 class CannotRun(Exception):
     """Ends a command with exit code 2; the message gives the reason."""
@@ -19,6 +22,12 @@ def reason_of(error: Exception) -> str:
     lines = str(error).strip().partition("\n\n")[0].splitlines()
     ends = (number for number, line in enumerate(lines, 1) if line.rstrip().endswith((".", "!", "?")))
     return " ".join(line.strip() for line in lines[: next(ends, 1)]) or type(error).__name__
+
+
+def at_least_0(text: str) -> float:
+    if not 0 <= (number := float(text)) < float("inf"):
+        raise ArgumentTypeError(f"must be 0 or more, got {text}")
+    return number
 
 
 def positive(text: str) -> int:

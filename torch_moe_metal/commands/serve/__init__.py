@@ -10,7 +10,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 
-from ..common.cli import CannotRun, positive
+from ..common.cli import CannotRun, at_least_0, positive
 from ..common.loading import add_model, check_model, loading, say
 
 KEY = "TORCH_MOE_METAL_API_KEY"
@@ -41,6 +41,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parallel = "answers that are computed at once, each with a cache of its own; others wait (default: 4)"
     parser.add_argument("--parallel", type=positive, default=4, metavar="N", help=parallel)
     parser.add_argument("--continuous-batching", action="store_true", help=batching)
+    prefixes = "memory for the caches of earlier prompts, so that a conversation's beginning is not computed again; 0: "
+    prefixes += "none (default: a quarter of the memory that is free when the model is loaded)"
+    parser.add_argument("--prefix-memory", type=at_least_0, metavar="GB", help=prefixes)
     alias = "another name of the model that clients may send; may be repeated; '*' accepts every name"
     parser.add_argument("--alias", action="append", default=[], metavar="NAME", help=alias)
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin use the server")
@@ -88,7 +91,9 @@ def serve(source, options: Namespace, listening: socket.socket) -> int:
         models = Models(source, options)
         if options.continuous_batching and options.context is None:
             models.context = min(models.context, MAX_SHARED)
-        generation = Generation(models.model, models.context, options.continuous_batching, options.parallel)
+        prefix_memory = None if options.prefix_memory is None else options.prefix_memory * 1e9
+        batching, parallel = options.continuous_batching, options.parallel
+        generation = Generation(models.model, models.context, batching, parallel, prefix_memory)
     say(models)
     say("Generating the first tokens ...")
     warm_up(models, generation)

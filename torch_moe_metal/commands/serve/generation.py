@@ -7,7 +7,9 @@ text before a stop string, and take an answer that is not streamed from the same
 
 import asyncio
 import contextlib
+import logging
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -29,13 +31,16 @@ from transformers.cli.serving.utils import (
 )
 from transformers.generation.continuous_batching.utils import drain_queue
 
-from ..common.cli import CannotRun, Waits
+from ...transformers.versions import with_cache
+from ..common.cli import UNSAMPLED, CannotRun, Waits
+from ..common.prefixes import Prefix, Prefixes
 from .parsing import LenientParser
 from .recovery import survive
 from .sampling import GREEDY, SHARED, Penalising, Penalties, install, sampling
 from .stopping import StopFilter, cut
 from .turns import Turns, can_compute_in_pieces, with_turns
 
+logger = logging.getLogger("uvicorn.error")
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
 PIECE = 1024  # tokens of a prompt that are computed at once, also in a step of continuous batching
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # the inputs of a prompt without images
@@ -64,6 +69,8 @@ class Request:
     penalties: Penalties = field(default_factory=Penalties)
     chat: bool = False
     required: str = "prompt"  # the field with the prompt
+    cuts: list[int] = field(default_factory=list)  # of the prompt, see Prefixes
+    reused: int = 0  # tokens of the prompt that were not computed again
     cancel: Callable[[], None] = lambda: None
     fail: Callable[[str], None] = lambda _reason: None
 
@@ -81,12 +88,21 @@ class TurnsStreamer(DirectStreamer):
 
     def __init__(self, *args, request: Request, **kwargs):
         self.filter, self.ids = StopFilter(request.stops, request.one_call), []
+        self.times = [time.perf_counter()]  # of the request and of its tokens
         super().__init__(*args, **kwargs)
 
     def put(self, value: torch.Tensor) -> None:
         if not self._first:  # which is the prompt
             self.ids += value.tolist()
+            self.times.append(time.perf_counter())
         super().put(value)
+
+    def __str__(self) -> str:
+        if not self.ids:
+            return "no token"
+        start, first, *_, last = [*self.times, self.times[-1]]
+        speed = f", {(len(self.ids) - 1) / (last - first):.1f} tokens/s" if last > first else ""
+        return f"the first token after {first - start:.2f} s; {len(self.ids)} tokens{speed}"
 
     def check(self) -> None:
         """End `generate` if the request was cancelled."""
@@ -194,8 +210,9 @@ def rust_tokenizer(processor):
 class InTurns(Answers, GenerateManager):
     """Up to `parallel` requests at once, each with a `generate` and a cache of its own. They take turns."""
 
-    def __init__(self, context: int, parallel: int, model: torch.nn.Module):
+    def __init__(self, context: int, parallel: int, model: torch.nn.Module, prefix_memory: float | None):
         self.model, self.context, self.turns = model, context, Turns(model.device)
+        self.prefixes = Prefixes(model, prefix_memory)
         self.threads = ThreadPoolExecutor(parallel, "generate")
         self.piece = PIECE if can_compute_in_pieces(model) else None
 
@@ -209,16 +226,48 @@ class InTurns(Answers, GenerateManager):
         if hasattr(model, "has_talker"):  # it would speak as well
             arguments["generation_mode"] = "text"
         gen_config.prefill_chunk_size = self.piece if self.comes_in_pieces(inputs, gen_config) else None
+        ids = inputs["input_ids"][0].tolist()
+        reuses = self.reuses(inputs, gen_config)
+        of_beginnings = {name: value for name, value in arguments.items() if name == "generation_mode"} | UNSAMPLED
+        of_beginnings |= {"max_new_tokens": 1, "prefill_chunk_size": gen_config.prefill_chunk_size}
 
         def put(item: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
+        prefix = None
+
         def before_forward() -> None:
+            if prefix is not None:
+                self.prefixes.note_step(prefix, ids)
             if not streamer.ids:  # on mps `generate` waits for tokens, and would queue all pieces of a prompt
                 self.turns.finish()
             self.turns.give_way()
             streamer.check()
+
+        def generate() -> None:
+            nonlocal prefix
+            own = with_turns(self.model, before_forward)
+            tensors = inputs.to(own.device)
+            if not reuses:
+                own.generate(**tensors, **arguments)
+                return
+            prefix = self.prefixes.take(ids)
+            request.reused, cached = len(prefix.ids), with_cache(prefix.cache)
+            try:
+                for beginning in self.prefixes.before(prefix, ids, request.cuts):
+                    first = {name: value[:, : len(beginning)] for name, value in tensors.items()}
+                    own.generate(**first, **cached, **of_beginnings)
+                    prefix.note(beginning)
+                own.generate(**tensors, **cached, **arguments)
+            except _GenerationCancelled:  # between two forwards, so the cache is whole
+                keep(prefix)
+                raise
+            keep(prefix)
+
+        def keep(prefix: Prefix) -> None:
+            prefix.note((ids + streamer.ids)[: prefix.cache.get_seq_length()])
+            self.prefixes.give(prefix)
 
         def run() -> None:
             try:
@@ -226,16 +275,24 @@ class InTurns(Answers, GenerateManager):
                 with self.turns:
                     # here, since earlier requests draw random numbers from the same generator, maybe from their seeds
                     torch.seed() if request.seed is None else torch.manual_seed(request.seed)
-                    own = with_turns(self.model, before_forward)
-                    own.generate(**inputs.to(own.device), **arguments)
+                    generate()
             except _GenerationCancelled:
                 put(None)
             except Exception as error:
                 put(_StreamError(str(error)))
+            logger.info("%s: %d tokens, %d of them reused; %s", request_id, len(ids), request.reused, streamer)
 
         request.started(streamer, put)
         self.threads.submit(run)
         return queue, streamer
+
+    def reuses(self, inputs: dict, gen_config: GenerationConfig | None = None) -> bool:
+        """Whether a prompt may begin with what was computed for another one. Images are not in its tokens."""
+        uses_cache = gen_config is None or gen_config.use_cache is not False
+        return self.prefixes.works and inputs.keys() <= TEXT and uses_cache
+
+    def needs_cuts(self, inputs: dict) -> bool:
+        return self.prefixes.needs_cuts and self.reuses(inputs)
 
     def comes_in_pieces(self, inputs: dict, gen_config: GenerationConfig) -> bool:
         """transformers does not split images, and needs a cache."""
@@ -314,9 +371,16 @@ def start_batching(model, config: ContinuousBatchingConfig):
 class Generation(GenerationState):
     """transformers' state, for one model, with the requests that are running."""
 
-    def __init__(self, model: torch.nn.Module, context: int, continuous_batching: bool, parallel: int):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        context: int,
+        continuous_batching: bool,
+        parallel: int,
+        prefix_memory: float | None = None,
+    ):
         super().__init__(continuous_batching=continuous_batching, cb_config=batching(context))
-        self.model, self.context, self.parallel = model, context, parallel
+        self.model, self.context, self.parallel, self.prefix_memory = model, context, parallel, prefix_memory
         self.requests: set[Request] = set()
         self._in_turns: InTurns | None = None
 
@@ -324,7 +388,7 @@ class Generation(GenerationState):
         if use_cb:
             self._cb_manager = self._cb_manager or Batched(self.context, self._cb_config)
             return self._cb_manager
-        self._in_turns = self._in_turns or InTurns(self.context, self.parallel, self.model)
+        self._in_turns = self._in_turns or InTurns(self.context, self.parallel, self.model, self.prefix_memory)
         return self._in_turns
 
     def fail_all(self) -> None:

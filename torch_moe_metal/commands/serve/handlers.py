@@ -5,11 +5,12 @@ import copy
 import functools
 import json
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator
 
 from fastapi import HTTPException
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from transformers import BatchEncoding, GenerationConfig
 from transformers.cli.serving import chat_completion, completion, response
@@ -18,6 +19,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import Modality
 
+from ..common.prefixes import cuts
 from . import fields, prompts
 from .fields import expect, shortened
 from .generation import Refused, current
@@ -69,9 +71,12 @@ class Checked:
             **self.arguments(body),
         }
         if body.get("stream"):
-            return self._streaming(**arguments)
+            response = self._streaming(**arguments)
+            response.body_iterator = with_reused_in(response.body_iterator)
+            return response
         tokenizer = LenientTokenizer(models.processor, current.get().stops)
-        return await self._non_streaming(**arguments | {"processor": tokenizer})
+        response = await self._non_streaming(**arguments | {"processor": tokenizer})
+        return JSONResponse(with_reused(json.loads(response.body)), response.status_code)
 
     def begin(self, body: dict) -> tuple[dict, GenerationConfig, BatchEncoding]:
         """All that precedes the answer, which may take seconds: the known fields, the settings and the prompt. A prompt
@@ -151,29 +156,43 @@ class OfChats(Checked):
     chat = True
 
     def inputs(self, body: dict) -> BatchEncoding:
-        processor = self.model_manager.processor
+        processor, tools = self.model_manager.processor, self.tools(body)
         messages = self.get_processor_inputs_from_messages(self.messages(body), self.modality)
         effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
-        values = prompts.variables(processor, self.tools(body), body.get("chat_template_kwargs", {}), effort)
+        values = prompts.variables(processor, tools, body.get("chat_template_kwargs", {}), effort)
+        video = False
         if self.modality != Modality.LLM:
             video = any(part.get("type") == "video" for message in messages for part in message["content"])
             values["load_audio_from_video"] = video and self.modality == Modality.MULTIMODAL
             values |= {"num_frames": 32} if video else {}  # as transformers' own handler
-        return processor.apply_chat_template(
-            messages,
-            tools=self.tools(body),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors=None if self.batched else "pt",
-            **values,
-        )
+
+        def encode(messages: list[dict], answers: bool, as_tensors: str | None) -> BatchEncoding:
+            return processor.apply_chat_template(
+                messages,
+                tools=tools,
+                add_generation_prompt=answers,
+                tokenize=True,
+                return_dict=True,
+                return_tensors=as_tensors,
+                **values,
+            )
+
+        inputs = encode(messages, True, None if self.batched else "pt")
+        if not self.batched and self.manager.needs_cuts(inputs):
+            ids = inputs["input_ids"][0].tolist()
+            current.get().cuts = cuts(messages, ids, lambda *given: flat(encode(*given, None)["input_ids"]))
+        return inputs
 
     def tools(self, body: dict) -> list[dict] | None:
         return None if body.get("tool_choice") == "none" else body.get("tools") or None
 
     def arguments(self, body: dict) -> dict:
         return {"tools": self.tools(body)}
+
+
+def flat(ids: list) -> list[int]:
+    """A processor returns a batch, a tokenizer the tokens."""
+    return ids[0] if ids and isinstance(ids[0], list) else ids
 
 
 def cleaned(message: dict) -> dict:
@@ -227,6 +246,25 @@ class Responses(OfChats, ResponseHandler):
 
     def arguments(self, body: dict) -> dict:
         return {"body": body, "tools": self.tools(body)}
+
+
+#: An event with a count of tokens.
+COUNTED = re.compile(r'^data: (\{.*"usage": ?\{.*\})$', re.MULTILINE)
+
+
+def with_reused(answer: dict) -> dict:
+    """An answer, or the last event of a stream, with the number of the prompt's tokens that were not computed again."""
+    usage = answer.get("usage") or answer.get("response", {}).get("usage") or {}
+    name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
+    if usage:
+        usage[name] = (usage.get(name) or {}) | {"cached_tokens": current.get().reused}
+    return answer
+
+
+async def with_reused_in(parts: AsyncIterator[str]) -> AsyncIterator[str]:
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            yield COUNTED.sub(lambda event: f"data: {json.dumps(with_reused(json.loads(event[1])))}", part)
 
 
 #: The beginning of an error in transformers' streams. The message after it is not escaped.

@@ -11,20 +11,19 @@ from ..versions import CACHE, take_cache, updated, updated_if_paged
 from .attention import FEW_QUERIES, attention_forward, key_heads, paged_attention, warm_up_attention, why_not_ours
 from .cache import grow_in_place, joined_rows
 from .experts import NAME
-from .fused import Fused, eps_of, rms_norm
+from .fused import JoinedProjections, eps_of, rms_norm
 from .members import member, setting
-from .projections import join, project
+from .projections import project
 from .records import Attention
 
 ops = torch.ops.moe_metal
 
 
-class FusedProjections(Fused):
-    """Attention with joined projections. They are joined again when the weights are moved or converted."""
+class FusedProjections(JoinedProjections):
+    """Attention with joined projections."""
 
     record: Attention
     more_homes = (Linear.__module__,)
-    joined: tuple[str, ...]  # the names of these projections
     is_paged = False  # whether transformers' manager of continuous batching runs it
 
     @classmethod
@@ -34,25 +33,6 @@ class FusedProjections(Fused):
         if getattr(module, "is_kv_shared_layer", False):
             return "it uses the keys and values of another layer"
         return cls.why_replaced(module, cls.joined)
-
-    def parts(self, names: tuple[str, ...]) -> list[nn.Module]:
-        """The existing submodules out of these."""
-        found = [self._modules.get(name) for name in names]
-        return [module for module in found if module is not None]
-
-    def join(self) -> None:
-        projections = self.parts(self.joined)
-        if self.are_unmodified(*projections):
-            join(projections)
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self.join()
-        return self
-
-    def __setstate__(self, state) -> None:
-        super().__setstate__(state)
-        self.join()  # in a copy, each weight has its own memory
 
     def forward(self, hidden_states: Tensor, position_embeddings=None, attention_mask=None, **kwargs):
         record, rotates, cache = self.record, self.record.rotates(self), take_cache(kwargs, self.is_paged)
@@ -81,7 +61,7 @@ class FusedProjections(Fused):
         output, weights = self.attend(q, *stored, attention_mask, **kwargs)
         if gate is not None:
             output = output * record.gate(gate).reshape(*output.shape[:-1], -1)
-        return self._modules["o_proj"](output.reshape(*hidden_states.shape[:-1], -1)), weights
+        return self._modules[record.output](output.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
         """The queries [B, A, T, D], the two tensors that the cache stores, and the output's gate or None."""

@@ -8,6 +8,7 @@ from .attention_blocks import FusedAttention, FusedGemma4Attention, FusedLatentA
 from .families import RECORDS, class_name
 from .fused import Fused
 from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer
+from .linear_blocks import FusedLinearAttention, FusedMamba2, FusedShortConv
 from .moe_blocks import FusedBlock, FusedLlama4Block
 from .records import (
     Attention,
@@ -16,9 +17,12 @@ from .records import (
     Gemma4Layer,
     LatentAttention,
     Layer,
+    LinearAttention,
     Llama4Block,
+    Mamba2,
     Norm,
     Record,
+    ShortConv,
 )
 
 #: What the fused classes of each kind inherit, before the original class.
@@ -28,6 +32,9 @@ BASES: dict[type[Record], type[Fused]] = {
     Attention: FusedAttention,
     Gemma4Attention: FusedGemma4Attention,
     LatentAttention: FusedLatentAttention,
+    LinearAttention: FusedLinearAttention,
+    Mamba2: FusedMamba2,
+    ShortConv: FusedShortConv,
     Layer: FusedPreNormLayer,
     Gemma4Layer: FusedGemma4Layer,
     Norm: FusedNorm,

@@ -4,8 +4,6 @@ Modules are recognised by their class, never by the name of an attribute, which 
 name of another model's router. docs/adding.md says how to add a family.
 """
 
-import torch
-
 from . import routing
 from . import tiny_sizes as sizes
 from .attention_options import (
@@ -13,11 +11,10 @@ from .attention_options import (
     llama4_rotates,
     llama4_temperature,
     mistral4_temperature,
-    never,
     no_weight,
-    one_plus_weight,
     softplus,
 )
+from .hybrid_families import GATED_SHARED, HYBRID_FAMILIES, INDEXED
 from .records import (
     Attention,
     Block,
@@ -31,10 +28,7 @@ from .records import (
     Norm,
 )
 
-GATED_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
-# Reasons why attention is left.
-RECURRENT = "it keeps a recurrent state instead of keys and values"
-INDEXED = "its indexer selects the keys of each query (sparse attention)"
+# A reason why attention is left.
 SOMETIMES_INDEXED = "in some layers an indexer selects the keys of each query (sparse attention)"
 
 #: By the model type of the family's tiny model, or else by the folder of its classes.
@@ -73,35 +67,12 @@ FAMILIES = {
         folder="qwen3_omni_moe",
         block=Block("Qwen3OmniMoeTalkerTextSparseMoeBlock", routing.softmax_optional, **GATED_SHARED),
     ),
-    "qwen3_next": Family(
-        block=Block("Qwen3NextSparseMoeBlock", routing.softmax_optional, **GATED_SHARED),
-        attention=Attention("Qwen3NextAttention", norm_weight=one_plus_weight, gate=torch.sigmoid),
-        left={"Qwen3NextGatedDeltaNet": RECURRENT},
-        tiny=sizes.QWEN_SHARED | sizes.LINEAR_ATTENTION,
-    ),
-    "qwen3_5_moe_text": Family(
-        folder="qwen3_5_moe",
-        block=Block("Qwen3_5MoeSparseMoeBlock", routing.softmax, **GATED_SHARED),
-        attention=Attention("Qwen3_5MoeAttention", norm_weight=one_plus_weight, gate=torch.sigmoid),
-        left={"Qwen3_5MoeGatedDeltaNet": RECURRENT},
-        tiny=sizes.QWEN_SHARED | sizes.LINEAR_ATTENTION,
-    ),
-    "qwen4_exp": Family(
-        block=Block("Qwen4ExpTextSparseMoeBlock", routing.softmax_optional, **GATED_SHARED),
-        left={"Qwen4ExpTextAttention": INDEXED, "Qwen4ExpTextGatedDeltaNet": RECURRENT},
-    ),
     "mixtral": Family(
         block=Block("MixtralSparseMoeBlock", routing.softmax),
         attention=Attention("MixtralAttention", window="config"),
         layer=Layer("MixtralDecoderLayer"),
         last_norm=Norm("MixtralRMSNorm"),
         tiny=sizes.LOCAL,
-    ),
-    "minimax": Family(
-        block=Block("MiniMaxSparseMoeBlock", routing.softmax),
-        attention=Attention("MiniMaxAttention", window="config"),
-        left={"MiniMaxLightningAttention": RECURRENT},
-        tiny=sizes.LOCAL | {"layer_types": ["linear_attention", "full_attention"], "block_size": 4},
     ),
     "olmoe": Family(
         block=Block("OlmoeSparseMoeBlock", routing.softmax_optional),
@@ -121,12 +92,6 @@ FAMILIES = {
         layer=Layer("MellumDecoderLayer"),
         last_norm=Norm("MellumRMSNorm"),
         tiny=sizes.QWEN | sizes.WINDOW,
-    ),
-    "jamba": Family(
-        block=Block("JambaSparseMoeBlock", routing.unnormalized, router="router"),
-        attention=Attention("JambaAttention", rotates=never),
-        left={"JambaMambaMixer": RECURRENT},
-        tiny=sizes.QWEN | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     ),
     "hunyuan_v1_moe": Family(
         block=Block("HunYuanMoEV1Moe", routing.hunyuan_v1, shared="shared_mlp"),
@@ -153,22 +118,10 @@ FAMILIES = {
         attention=Attention("GraniteMoeSWAAttention", window="module"),
         tiny=sizes.LOCAL | sizes.WINDOW,
     ),
-    "granitemoehybrid": Family(
-        block=Block("GraniteMoeHybridMoE", routing.softmax, router="router"),
-        attention=Attention("GraniteMoeHybridAttention"),
-        left={"GraniteMoeHybridMambaLayer": RECURRENT},
-        tiny=sizes.LOCAL | {"layer_types": ["attention"] * 2, "shared_intermediate_size": 32},
-    ),
     "granitemoeshared": Family(
         block=Block("GraniteMoeSharedMoE", routing.softmax, router="router"),
         attention=Attention("GraniteMoeSharedAttention"),
         tiny=sizes.LOCAL | {"shared_intermediate_size": 32},
-    ),
-    "lara_mini": Family(
-        block=Block("LaraMiniSparseMoeBlock", routing.softmax_optional, shared="shared_expert"),
-        attention=Attention("LaraMiniAttention", window="module", rotates=in_windows),
-        left={"LaraMiniGatedDeltaNet": RECURRENT},
-        tiny=sizes.QWEN_SHARED | sizes.DELTA_NET | sizes.WINDOW,
     ),
     # Softmax within groups.
     "deepseek_v2": Family(
@@ -208,18 +161,6 @@ FAMILIES = {
         left={"DeepseekV32Attention": INDEXED},
     ),
     "sarvam_mla": Family(tiny=sizes.LATENT_ATTENTION | sizes.GROUPS),  # with DeepSeek V3's classes
-    "bailing_hybrid": Family(
-        block=Block("BailingHybridMoE", routing.deepseek_v3, shared="shared_experts"),
-        attention=LatentAttention("BailingHybridAttention", gate=torch.sigmoid),
-        left={"BailingHybridDeltaAttention": RECURRENT},
-        tiny=sizes.LATENT_ATTENTION | sizes.GROUPS | sizes.DELTA_ATTENTION,
-    ),
-    "kimi_linear": Family(
-        block=Block("KimiLinearMoE", routing.deepseek_v3, shared="shared_experts"),
-        attention=LatentAttention("KimiLinearAttention", rotates=never),
-        left={"KimiLinearDeltaAttention": RECURRENT},
-        tiny=sizes.LATENT_ATTENTION | sizes.GROUPS | sizes.DELTA_ATTENTION,
-    ),
     "dots1": Family(
         block=Block("Dots1MoE", routing.deepseek_v3, shared="shared_experts"),
         attention=Attention("Dots1Attention", window="module"),
@@ -253,11 +194,6 @@ FAMILIES = {
         attention=Attention("Glm4vMoeTextAttention"),
         layer=Layer("Glm4vMoeTextDecoderLayer"),
         last_norm=Norm("Glm4vMoeRMSNorm"),
-    ),
-    "glm5_next": Family(
-        block=Block("Glm5NextTextMoE", routing.deepseek_v3, shared="shared_experts"),
-        experts=Experts("Glm5NextTextExperts", activation="silu", limit="swiglu_limit"),
-        left={"Glm5NextTextAttention": INDEXED, "Glm5NextTextLinearAttention": RECURRENT},
     ),
     "glm_moe_dsa": Family(
         block=Block("GlmMoeDsaMoE", routing.deepseek_v3, shared="shared_experts"),
@@ -369,7 +305,7 @@ FAMILIES = {
     ),
     "deepseek_v4": Family(experts=Experts("DeepseekV4Experts", limit="limit")),
     "beam": Family(experts=Experts("BeamExperts")),  # converts to float32, in which our op computes anyway
-}
+} | HYBRID_FAMILIES
 
 
 def class_name(cls: type) -> str | None:

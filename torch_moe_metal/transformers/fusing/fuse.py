@@ -11,8 +11,10 @@ from .between_calls import between_calls, changing
 from .experts import NAME, is_experts, why_not_fused
 from .factory import fused_class
 from .families import NOT_FUSED, class_name
-from .fused import Fused, original_class, selects_ours
-from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer
+from .fused import Fused, JoinedProjections, original_class, selects_ours
+from .hybrid_families import RECURRENT
+from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer, is_recurrent
+from .linear_blocks import FusedMixer
 from .moe_blocks import FusedBlock
 from .stock_gguf import give_back, take
 
@@ -23,6 +25,9 @@ FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
 BEFORE = "_moe_metal_experts_before"
 ATTENTION_BEFORE = "_moe_metal_attention_before"
 
+#: transformers' name for what forbids drafts.
+STATEFUL = "_is_stateful"
+LAST_NORMS = ("norm", "embedding_norm")
 LAYERS = FusedPreNormLayer | FusedGemma4Layer
 
 
@@ -74,6 +79,7 @@ def fuse_in_place(model: nn.Module) -> Report:
             if part.config._experts_implementation != implementation:
                 setattr(part, BEFORE, implementation)
         select_attention(model)
+        allow_drafts(model)
     return report
 
 
@@ -81,7 +87,7 @@ def unfuse_in_place(model: nn.Module) -> None:
     """`unpatch`: restores the class of every module, which was assigned, and the implementations."""
     with changing, all_or_nothing(model), between_calls(model, "unpatch"):
         for module in model.modules():
-            if isinstance(module, FusedNorm):
+            if isinstance(module, FusedNorm) or vars(module).pop("borrows_config", False):
                 del module.config
             if isinstance(module, Fused):
                 module.__class__ = module.original
@@ -93,6 +99,8 @@ def unfuse_in_place(model: nn.Module) -> None:
                 implementation = vars(module).pop(ATTENTION_BEFORE)
                 if module.config._attn_implementation == NAME:
                     module.config._attn_implementation_internal = implementation
+            if getattr(type(module), STATEFUL, False):
+                vars(module).pop(STATEFUL, None)
         give_back(model)
 
 
@@ -106,7 +114,8 @@ def select_attention(model: nn.Module) -> None:
     if transformers has no other for the model, so that eager is not the user's choice."""
     layers = [layer for layer in model.modules() if isinstance(layer, LAYERS)]
     attentions = [part for part in model.modules() if isinstance(part, FusedProjections)]
-    fused = {id(attention.config) for attention in (*attentions, *(layer.self_attn for layer in layers))}
+    mixers = [*attentions, *(layer._modules.get("self_attn") for layer in layers)]
+    fused = {id(mixer.config) for mixer in mixers if hasattr(mixer, "config")}
     parts = [part for part in model.modules() if hasattr(type(part), "_supports_sdpa")]
     for part in {id(part.config): part for part in parts if id(part.config) in fused}.values():
         before = part.config._attn_implementation
@@ -115,10 +124,29 @@ def select_attention(model: nn.Module) -> None:
             part.config._attn_implementation_internal = NAME
 
 
+def allow_drafts(model: nn.Module) -> None:
+    """transformers refuses drafts for models with a recurrent state, because it cannot go back. Ours can, if all mixers
+    with such a state are fused."""
+    for part in model.modules():
+        if getattr(type(part), STATEFUL, False):
+            mixers = [module for module in part.modules() if keeps_state(module)]
+            states = getattr(part.config.get_text_config(), "number_of_conv_states", 1)
+            if mixers and states == 1 and all(isinstance(mixer, FusedMixer) for mixer in mixers):
+                setattr(part, STATEFUL, False)
+
+
+def keeps_state(module: nn.Module) -> bool:
+    cls = original_class(module)
+    return is_recurrent(cls) or NOT_FUSED.get(class_name(cls)) == RECURRENT
+
+
 def fuse_all(model: nn.Module) -> Report:
     modules = dict(model.named_modules())
     known = {name: fused for name, module in modules.items() if (fused := fused_class(original_class(module)))}
     norms = [name for name, fused in known.items() if issubclass(fused, FusedNorm)]
+    for name, fused in known.items():
+        if issubclass(fused, FusedMixer):
+            lend_config(name, modules)
     # Children come first: a layer is fused together with its block.
     rows = [fuse(name, modules[name]) for name in reversed(known) if name not in norms]
     rows += [fuse_norm(name, modules) for name in norms]
@@ -133,11 +161,21 @@ def fuse_all(model: nn.Module) -> Report:
     return Report(sorted(filter(None, rows), key=lambda row: order[row.name]))
 
 
+def lend_config(name: str, modules: dict[str, nn.Module]) -> None:
+    """Give a mixer without a configuration the one of the module around it, which selects the experts."""
+    module, outer = modules[name], name
+    while outer and "config" not in vars(module):
+        outer = outer.rpartition(".")[0]
+        config = vars(modules[outer]).get("config")
+        if config is not None:
+            module.config, module.borrows_config = config, True
+
+
 def fuse_norm(name: str, modules: dict[str, nn.Module]) -> Row | None:
     """Fuse the norm after the last layer, which has no configuration of its own."""
     norm, model = modules[name], modules[name.rpartition(".")[0]]
     layers = model._modules.get("layers", ())
-    if model._modules.get("norm") is not norm or not any(isinstance(layer, LAYERS) for layer in layers):
+    if name.rpartition(".")[2] not in LAST_NORMS or not any(isinstance(layer, LAYERS) for layer in layers):
         return None
     norm.config = model.config
     row = fuse(name, norm)
@@ -153,7 +191,7 @@ def fuse(name: str, module: nn.Module) -> Row | None:
     """
     cls = original_class(module)
     fused = fused_class(cls, selects_ours(module))
-    if issubclass(fused, FusedPreNormLayer) and not isinstance(module.mlp, FusedBlock):
+    if issubclass(fused, FusedPreNormLayer) and not isinstance(module._modules.get(fused.record.mlp), FusedBlock):
         module.__class__ = cls  # it may have been fused before; nothing else of it has changed
         return None
     obstacle = fused.why_left(module)
@@ -161,7 +199,9 @@ def fuse(name: str, module: nn.Module) -> Row | None:
         by_accelerate = "accelerate has replaced its forward, to move weights (device_map)"
         obstacle = by_accelerate if hasattr(module, "_hf_hook") else "its forward has been replaced already"
     module.__class__ = cls if obstacle else fused
-    if isinstance(module, FusedProjections):
+    if obstacle and vars(module).pop("borrows_config", False):
+        del module.config
+    if isinstance(module, JoinedProjections):
         module.join()
     return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED, formats(module))
 

@@ -16,7 +16,8 @@ from ...arguments import DTYPES
 from ...grad import wants_grad
 from ...warmup import warm_up_best_effort
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments
-from .members import member, setting
+from .members import member, setting, submodule
+from .projections import join
 from .records import Record
 
 ops = torch.ops.moe_metal
@@ -75,12 +76,12 @@ class Fused(nn.Module):
     def why_replaced(cls, module: nn.Module, names: Iterable[str]) -> str | None:
         """A reason for `why_left`: a submodule has another class than the family's own."""
         for name in names:
-            part = module._modules.get(name)
+            part = submodule(module, name)
             if part is not None and type(part).__module__ not in cls.homes:
                 return f"a {type(part).__name__} is in place of its {name}"
         return None
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
+    def normed(self, name: str, x: Tensor) -> Tensor:
         """x normalised by the submodule of this name."""
         norm = self._modules[name]
         return rms_norm(x, norm) if self.are_unmodified(norm) else norm(x)
@@ -93,6 +94,31 @@ class Fused(nn.Module):
         """The arguments of `experts` that the experts provide, or None if their module must be called."""
         arguments, obstacle = expert_arguments(experts)
         return arguments if obstacle is None and x.dtype == dtype_for(x, arguments) else None
+
+
+class JoinedProjections(Fused):
+    """A mixer with joined projections. They are joined again when the weights are moved or converted."""
+
+    joined: tuple[str, ...]  # the names of these projections
+
+    def parts(self, names: Iterable[str]) -> list[nn.Module]:
+        """The existing submodules out of these."""
+        found = [submodule(self, name) for name in names]
+        return [module for module in found if module is not None]
+
+    def join(self) -> None:
+        projections = self.parts(self.joined)
+        if self.are_unmodified(*projections):
+            join(projections)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.join()
+        return self
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        self.join()  # in a copy, each weight has its own memory
 
 
 def original_class(module: nn.Module) -> type:

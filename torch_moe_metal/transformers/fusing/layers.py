@@ -1,18 +1,25 @@
 """The fused decoder layers, each with a fused MoE block in it, and the norm after the last layer."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
-from ..versions import CACHE
+from ..versions import CACHE, cache_argument
 from .attention import warm_up_attention
 from .attention_blocks import FusedProjections
 from .cache import grow_in_place
 from .experts import why_not_fused
-from .fused import Fused, eps_of, rms_norm
+from .families import RECORDS, class_name
+from .fused import Fused, eps_of, original_class
 from .members import member, prepared
 from .moe_blocks import FusedBlock
+from .records import Layer, LinearAttention, Norm, ShortConv
 
 ops = torch.ops.moe_metal
+
+#: The arguments of a decoder layer that mixers with a recurrent state do not get.
+POSITIONS = ("position_embeddings", "position_ids", "use_cache")
 
 
 class IdentityAttention(nn.Module):
@@ -24,35 +31,77 @@ class IdentityAttention(nn.Module):
 
     def warm_up(self, tokens: int, dtype: torch.dtype) -> None:
         """Warm up the attention. If it is fused, it has its own warm-up call."""
-        if not isinstance(self.original[0], FusedProjections):
-            warm_up_attention(self.original[0], tokens, dtype)
+        mixer = self.original[0]
+        if not isinstance(mixer, FusedProjections) and not is_recurrent(original_class(mixer)):
+            warm_up_attention(mixer, tokens, dtype)
 
     def forward(self, hidden_states: Tensor, **kwargs) -> tuple[Tensor, None]:
         return hidden_states, None
+
+
+@functools.cache
+def is_recurrent(mixer: type) -> bool:
+    """Whether this class of mixers keeps a state instead of keys and values. Such mixers need no positions."""
+    return isinstance(RECORDS.get(class_name(mixer)), LinearAttention | ShortConv)
 
 
 class FusedPreNormLayer(Fused):
     """A decoder layer with a fused block. One op computes the residual addition after attention and the norm, and the
     op `experts` adds the second residual."""
 
+    record: Layer
+
     def forward(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs):
-        kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-        inner = self._modules
-        mlp, norm = inner["mlp"], inner["post_attention_layernorm"]
+        kwargs["attention_mask"] = attention_mask
+        if position_embeddings is not None:
+            kwargs["position_embeddings"] = position_embeddings
+        record, inner = self.record, self._modules
+        mlp, norm = inner.get(record.mlp), inner[record.norms[1]]
         known = not args and isinstance(mlp, FusedBlock)
         parts = mlp.parts(hidden_states, self, mlp, norm) if known else None
         if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
-        grow_in_place(kwargs.get(CACHE), inner["self_attn"])
-        attended, _ = inner["self_attn"](hidden_states=self.norm("input_layernorm", hidden_states), **kwargs)
-        x, residual = ops.residual_norm(hidden_states, attended, member(norm, "weight"), eps=norm.variance_epsilon)
+        mixed = self.mixed(self.normed(record.norms[0], hidden_states), kwargs)
+        factor = getattr(self, record.multiplier) if record.multiplier else 1.0
+        mixed = mixed if factor == 1 else mixed * factor
+        x, residual = ops.residual_norm(hidden_states, mixed, record.norm_weight(norm), eps=eps_of(norm))
+        if factor != 1:
+            routing, _ = parts
+            routing["scaling_factor"] = routing.get("scaling_factor", 1.0) * factor
+        if record.shared:
+            shared = inner[record.shared](x)
+            parts[1]["shared"] = shared if factor == 1 else shared * factor
         return mlp.moe(x, parts, residual)[0]
 
+    def mixer(self) -> tuple[str, nn.Module]:
+        """Its name, and the module."""
+        return next((name, self._modules[name]) for name in self.record.mixers if self._modules.get(name) is not None)
+
+    def mixed(self, x: Tensor, kwargs: dict) -> Tensor:
+        _, mixer = self.mixer()
+        cls = original_class(mixer)
+        if is_recurrent(cls):
+            kwargs = {name: value for name, value in kwargs.items() if name not in POSITIONS}
+            if CACHE in kwargs:
+                kwargs = kwargs | {cache_argument(cls): kwargs.pop(CACHE)}
+            output = mixer(x, **kwargs)
+        else:
+            grow_in_place(kwargs.get(CACHE), mixer)
+            output = mixer(hidden_states=x, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def normed(self, name: str, x: Tensor) -> Tensor:
+        norm = self._modules[name]
+        if not self.are_unmodified(norm):
+            return norm(x)
+        return ops.norm(x, self.record.norm_weight(norm), eps=eps_of(norm))
+
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
-        width = len(self._modules["post_attention_layernorm"].weight)
-        self._modules["self_attn"] = attention = IdentityAttention(self._modules["self_attn"])
+        name, mixer = self.mixer()
+        width = len(self._modules[self.record.norms[1]].weight)
+        self._modules[name] = identity = IdentityAttention(mixer)
         self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
-        attention.warm_up(tokens, dtype)
+        identity.warm_up(tokens, dtype)
 
 
 class FusedGemma4Layer(Fused):
@@ -73,11 +122,11 @@ class FusedGemma4Layer(Fused):
         inner = self._modules
         grow_in_place(kwargs.get(CACHE), inner["self_attn"])
         attended, _ = inner["self_attn"](
-            hidden_states=self.norm("input_layernorm", hidden_states),
+            hidden_states=self.normed("input_layernorm", hidden_states),
             **{"position_embeddings": None, "attention_mask": None} | kwargs,
         )
         residual = norm_add(hidden_states, attended, inner["post_attention_layernorm"])
-        output = inner["mlp"](self.norm("pre_feedforward_layernorm", residual))
+        output = inner["mlp"](self.normed("pre_feedforward_layernorm", residual))
         if self.enable_moe_block:
             output = self.with_experts(output, residual, arguments)
         if not self.hidden_size_per_layer_input:
@@ -99,7 +148,7 @@ class FusedGemma4Layer(Fused):
             top_k=router.config.top_k_experts,
             eps=router.eps,
         )
-        output = ops.experts(self.norm("pre_feedforward_layernorm_2", residual), weights, ids, **arguments)
+        output = ops.experts(self.normed("pre_feedforward_layernorm_2", residual), weights, ids, **arguments)
         dense_norm, norm = inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"]
         one = torch.ones_like(weights[..., :1])
         slots = output.unsqueeze(-2)
@@ -140,11 +189,14 @@ def norm_add(residual: Tensor, x: Tensor, norm: nn.Module, scalar: Tensor | None
 class FusedNorm(Fused):
     """The norm after the last layer. Other norms are part of the fused layers."""
 
+    record: Norm
     config: object  # of its model, which selects the experts
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         ours = self.is_plain_inference(hidden_states) and self.still_selected()
-        return rms_norm(hidden_states, self) if ours else super().forward(hidden_states)
+        if not ours:
+            return super().forward(hidden_states)
+        return ops.norm(hidden_states, self.record.norm_weight(self), eps=eps_of(self))
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(1, tokens, len(self.weight), dtype=dtype, device="meta"))

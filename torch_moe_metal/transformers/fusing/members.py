@@ -18,6 +18,16 @@ def member(module: nn.Module, name: str):
     return getattr(module, name) if found is None else found
 
 
+def submodule(module: nn.Module, name: str) -> nn.Module | None:
+    """The submodule of this name, which may be a path, or None."""
+    found = module._modules.get(name)
+    if found is None and "." in name:
+        parent, _, rest = name.partition(".")
+        inner = module._modules.get(parent)
+        return None if inner is None else submodule(inner, rest)
+    return found
+
+
 def setting(config, name: str):
     """What a configuration itself holds under this name, or None. transformers' own lookup runs Python code, twice for
     a property: 2 us, several times in each layer."""

@@ -13,7 +13,8 @@ def layer_of(block: nn.Module) -> tuple[tuple, str | None]:
     None; and the reason why the block cannot be converted, or None."""
     original = original_class(block)
     fused = fused_class(original)
-    if fused is None or not issubclass(fused, FusedBlock) or issubclass(fused, FusedLlama4Block):
+    is_block = fused is not None and issubclass(fused, FusedBlock)
+    if not is_block or issubclass(fused, FusedLlama4Block) or fused.record.reweigh is not None:
         return (), f"no MoE layer of this form: {original.__name__}"
     obstacle = fused.why_left(block)
     if obstacle:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from .attention_options import always, plain_weight
+from .linear_options import mamba2, mamba2_parameters, mamba2_sizes, softplus_decay
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Block(Record):
     shared: str | None = None  # the shared expert
     shared_gate: str | None = None  # the linear layer that computes the shared expert's gate
     returns: str = "output"  # or "output, weights" (gpt-oss)
+    reweigh: Callable[[nn.Module, Tensor], Tensor] | None = None  # what the router does with the weights of `gate`
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Llama4Block(Block):
 
 @dataclass(frozen=True)
 class Attention(Record):
-    """Attention with q_proj, k_proj, v_proj and o_proj. Norms, sinks, g_proj (an output gate), v_head_dim and v_scale
+    """Attention with q_proj, k_proj and v_proj. Norms, sinks, g_proj (an output gate), v_head_dim and v_scale
     are used if the module has them."""
 
     window: str = ""  # the object with the attribute `sliding_window`: "module" or "config"
@@ -46,6 +48,7 @@ class Attention(Record):
     norms: tuple[str, ...] = ("q_norm", "k_norm")
     norm_weight: Callable[[nn.Module], Tensor | None] = plain_weight
     norms_first: bool = True  # before the rotation
+    output: str = "o_proj"
     gate: Callable[[Tensor], Tensor] | None = None  # of the output; without g_proj, q_proj computes it after each head
     temperature: Callable[..., Tensor | None] | None = None  # a factor for [B, A, T, D] queries
 
@@ -65,8 +68,49 @@ class LatentAttention(Attention):
 
 
 @dataclass(frozen=True)
+class LinearAttention(Record):
+    """A mixer that keeps a recurrent state instead of keys and values: a short convolution (`conv1d`), the gated delta
+    rule, and a gated norm. The functions are those of linear_options.py."""
+
+    projections: tuple[str, ...]  # of its input, in the order in which `split` gets their results
+    sizes: Callable[[nn.Module], tuple[int, int, int, int]]
+    split: Callable[..., tuple[Tensor | None, ...]]
+    parameters: Callable[[nn.Module], tuple[Tensor | None, ...]]
+    decay: Callable[[nn.Module], dict] = softplus_decay  # options of the op
+    norm: str = "norm"
+    output: str = "out_proj"
+    read: tuple[str, ...] = ("conv1d",)  # the submodules whose forward is not called, besides projections and norm
+    by_channel: bool = False  # whether each channel of the keys has a decay
+
+
+@dataclass(frozen=True)
+class Mamba2(LinearAttention):
+    """Mamba 2's sum, whose state is transposed in the cache, and whose norm is one of groups of heads."""
+
+    projections: tuple[str, ...] = ("in_proj",)
+    sizes: Callable[[nn.Module], tuple[int, int, int, int]] = mamba2_sizes
+    split: Callable[..., tuple[Tensor | None, ...]] = mamba2
+    parameters: Callable[[nn.Module], tuple[Tensor | None, ...]] = mamba2_parameters
+
+
+@dataclass(frozen=True)
+class ShortConv(Record):
+    """LFM2's mixer: a short convolution between two gates."""
+
+    output: str = "out_proj"
+    read: tuple[str, ...] = ("conv",)
+
+
+@dataclass(frozen=True)
 class Layer(Record):
-    """A decoder layer that computes x + attention(norm(x)), then x + mlp(norm(x)), with Llama's RMS norm."""
+    """A decoder layer that computes x + mixer(norm(x)), then x + mlp(norm(x)), with RMS norms."""
+
+    mixers: tuple[str, ...] = ("self_attn",)  # it has one of these
+    mlp: str = "mlp"
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    norm_weight: Callable[[nn.Module], Tensor] = plain_weight
+    multiplier: str = ""  # the attribute by which the outputs of mixer and MLP are multiplied
+    shared: str = ""  # a dense MLP that is added to the MoE block
 
 
 @dataclass(frozen=True)
@@ -76,7 +120,9 @@ class Gemma4Layer(Record):
 
 @dataclass(frozen=True)
 class Norm(Record):
-    """Llama's RMS norm, as the norm after the last layer. Other norms are part of the fused layers."""
+    """An RMS norm, as the norm after the last layer. Other norms are part of the fused layers."""
+
+    norm_weight: Callable[[nn.Module], Tensor] = plain_weight
 
 
 @dataclass(frozen=True)
@@ -96,12 +142,12 @@ class Experts(Record):
 class Family:
     """A family of models: the classes in one Python module of transformers. A class without a record stays as it is.
 
-    Mixers in place of attention, such as gated delta nets, are in `left`. If one of them can be fused, it gets a record
-    and a field of its own, next to `attention`.
+    Some layers have a mixer in place of attention: `linear` is its record, or it is in `left`.
     """
 
     block: Block | None = None
     attention: Attention | None = None
+    linear: LinearAttention | ShortConv | None = None
     layer: Layer | Gemma4Layer | None = None
     last_norm: Norm | None = None
     experts: Experts | None = None
@@ -112,4 +158,5 @@ class Family:
     @property
     def fused(self) -> list[Record]:
         """The classes that `patch` fuses."""
-        return [each for each in (self.block, self.attention, self.layer, self.last_norm) if each is not None]
+        found = self.block, self.attention, self.linear, self.layer, self.last_norm
+        return [each for each in found if each is not None]

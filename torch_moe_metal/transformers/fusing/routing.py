@@ -81,6 +81,18 @@ def laguna(router, block):
     return minimax_m3(router, block) | {"softcap": router.router_logit_softcapping}
 
 
+def lfm2(router, block):
+    """The k best sigmoids by score + bias, of all experts; `lfm2_weights` follows."""
+    bias = block.expert_bias if router.use_expert_bias else None
+    return unnormalized(router, block) | {"scoring": "sigmoid", "select_bias": bias}
+
+
+def lfm2_weights(router, weights):
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
+    return weights if router.routed_scaling_factor == 1 else weights * router.routed_scaling_factor
+
+
 def flint(router, block):
     return softmax_optional(router, block) | {"scoring": "sigmoid"}
 

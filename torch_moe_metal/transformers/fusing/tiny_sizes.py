@@ -30,7 +30,27 @@ OCR_TEXT = {
     "topk_group": 2,
 }
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+HYBRID_WINDOW = {
+    "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 3,
+    "sliding_window": 16,
+}
 DELTA_ATTENTION = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 4}
+MAMBA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+}
+NEMOTRON = {
+    "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+    "num_hidden_layers": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "time_step_min": 0.3,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

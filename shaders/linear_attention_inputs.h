@@ -1,0 +1,241 @@
+// What the tokens of linear_attention_ need, in threadgroup memory: their keys, queries and values after convolution,
+// mask and norm, and the factors of the state.
+//
+// A token has `token_floats`: its key, its query (key_rows each), value and output (tile_columns each), and with decays
+// per channel its decays (key_rows). Beyond D and V keys, queries and values are 0. `gates` has three numbers of each
+// token: decay, beta (or the step), and the product of query and key.
+#pragma once
+#include "linear_attention.h"
+
+namespace moe_metal {
+
+// ------------------------------------------------------------------------------------------ convolution
+
+// The part of the channels that an element of a token is in.
+enum class Part : uint { key, query, value };
+
+// A channel's inputs: element s >= 0 is that of token s of the sequence, and s < 0 counts back from the end of `past`.
+template <typename T>
+struct Channel {
+  device const T* tokens;
+  device const T* past;
+  ulong row, past_row, index;
+  Part part;
+  bool exists, has_past;
+
+  T raw(int s) const thread {
+    if (s >= 0) return tokens[ulong(s) * row];
+    return has_past ? past[long(s) * long(past_row)] : T(0);
+  }
+  float input(int s) const thread { return float(raw(s)); }
+};
+
+// The channel of element i of a token.
+template <typename T>
+Channel<T> channel_of(thread const LinearAttentionTensors<T>& tensors, uint i, thread const LinearAttentionWork& work,
+                      constant LinearAttentionParams& params) {
+  const ulong keys = ulong(params.J) * params.D, values = ulong(params.A) * params.V;
+  const bool queries_first = params.order == ChannelOrder::qkv;
+  Channel<T> channel;
+  channel.part = i < params.key_rows ? Part::key : i < 2 * params.key_rows ? Part::query : Part::value;
+  if (channel.part == Part::value) {
+    const uint column = i - 2 * params.key_rows, at = work.first_column + column;
+    channel.exists = column < work.columns;
+    channel.tokens = tensors.v + token_offset(params.v, work, 0) + at * params.v.element;
+    channel.row = params.v.row;
+    channel.index = (queries_first ? 2 * keys : 0) + ulong(work.head) * params.V + at;
+  } else {
+    const bool is_key = channel.part == Part::key;
+    const uint d = is_key ? i : i - params.key_rows;
+    channel.exists = d < params.D;
+    channel.tokens = is_key ? tensors.k + token_offset(params.k, work, 0) + d * params.k.element
+                            : tensors.q + token_offset(params.q, work, 0) + d * params.q.element;
+    channel.row = is_key ? params.k.row : params.q.row;
+    channel.index =
+        (queries_first ? 0 : values) + (is_key == queries_first ? keys : 0) + ulong(work.key_head) * params.D + d;
+  }
+  // Row W - 1 of `past` would be the first token.
+  channel.has_past = params.has_past;
+  channel.past = tensors.past + work.sequence * params.past.sequence + ulong(params.W - 1) * params.past.row +
+                 channel.index * params.past.element;
+  channel.past_row = params.past.row;
+  return channel;
+}
+
+// Up to four taps, and the inputs of the last four tokens, so that each input is loaded once. Missing taps are the
+// first.
+struct Window {
+  float4 taps, inputs;
+  int missing;
+
+  float sum(float next) thread {
+    inputs = float4(inputs.yzw, next);
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kVectorWidth; ++n) sum = n < missing ? 0 : fma(taps[n], inputs[n], sum);
+    return sum;
+  }
+};
+
+template <typename T>
+Window window_before(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, int first,
+                     constant LinearAttentionParams& params) {
+  Window window;
+  window.taps = 0;
+  window.inputs = 0;
+  window.missing = kVectorWidth - int(params.W);
+#pragma unroll
+  for (int n = 0; n < kVectorWidth; ++n) {
+    if (n < window.missing) continue;
+    window.taps[n] = load(tensors.conv_weight, channel.index * params.W + (n - window.missing), params.conv_weight);
+    if (n > window.missing) window.inputs[n] = channel.input(first + n - kVectorWidth);
+  }
+  return window;
+}
+
+// The same for any number of taps.
+template <typename T>
+float sum_of_taps(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, int token,
+                  constant LinearAttentionParams& params) {
+  float sum = 0;
+  for (uint i = 0; i < params.W; ++i) {
+    const float tap = load(tensors.conv_weight, channel.index * params.W + i, params.conv_weight);
+    sum = fma(tap, channel.input(token - int(params.W - 1 - i)), sum);
+  }
+  return sum;
+}
+
+// Keys, queries and values of `count` tokens from `first` on.
+template <typename T>
+void load_channels(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
+                   thread const LinearAttentionWork& work, LinearAttentionThread at,
+                   constant LinearAttentionParams& params) {
+  const bool is_convolved = params.conv_weight != ParameterType::absent, few_taps = params.W <= uint(kVectorWidth);
+  for (uint i = at.index; i < 2 * params.key_rows + params.tile_columns; i += at.threads) {
+    const Channel<T> channel = channel_of(tensors, i, work, params);
+    if (!channel.exists) {
+      for (uint t = 0; t < count; ++t) memory[t * params.token_floats + i] = 0;
+      continue;
+    }
+    const bool is_masked = params.has_mask && channel.part != Part::query;
+    Window window;
+    float bias = 0;
+    if (is_convolved && few_taps) window = window_before(tensors, channel, int(first), params);
+    if (params.conv_bias != ParameterType::absent) bias = load(tensors.conv_bias, channel.index, params.conv_bias);
+    device const T* next = channel.tokens + first * channel.row;
+    for (uint t = 0; t < count; ++t, next += channel.row) {
+      float x = float(*next);
+      if (is_convolved) {
+        x = few_taps ? window.sum(x) : sum_of_taps(tensors, channel, int(first + t), params);
+        x = pointwise(x + bias, params.activation);
+      }
+      if (is_masked && !tensors.mask[mask_offset(work, first + t, params)]) x = 0;
+      memory[t * params.token_floats + i] = x;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------ factors
+
+// The step of a head or a channel, and the factor of its state.
+inline float step_of(float raw, constant LinearAttentionParams& params) {
+  const float step = softplus(raw);
+  return step < params.step_min ? params.step_min : step > params.step_max ? params.step_max : step;
+}
+
+inline float decay_of(float raw, float rate, constant LinearAttentionParams& params) {
+  if (params.decay_kind == DecayKind::sigmoid) return exp(params.lower_bound * sigmoid(rate * raw));
+  return exp(-rate * step_of(raw, params));
+}
+
+// The raw decay of a head, or of its channel d, with its bias.
+template <typename T>
+float raw_decay(thread const LinearAttentionTensors<T>& tensors, uint token, uint d,
+                thread const LinearAttentionWork& work, constant LinearAttentionParams& params) {
+  const ulong offset = token_offset(params.decay, work, token) + d * params.decay.element;
+  const float raw = load(tensors.decay, offset, params.decay_type);
+  if (params.decay_bias == ParameterType::absent) return raw;
+  const ulong index = params.decays_channels ? ulong(work.head) * params.D + d : work.head;
+  return raw + load(tensors.decay_bias, index, params.decay_bias);
+}
+
+// Decays and betas of `count` tokens from `first` on.
+template <typename T>
+void load_factors(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
+                  threadgroup float* gates, thread const LinearAttentionWork& work, LinearAttentionThread at,
+                  constant LinearAttentionParams& params) {
+  const bool has_rate = params.log_rate != ParameterType::absent;
+  const float rate = has_rate ? exp(load(tensors.log_rate, work.head, params.log_rate)) : 1;
+  for (uint t = at.index; t < count; t += at.threads) {
+    const float raw = raw_decay(tensors, first + t, 0, work, params);
+    float factor = step_of(raw, params);
+    gates[t] = decay_of(raw, rate, params);  // not used with decays per channel
+    if (params.rule == Rule::delta) {
+      const ulong offset = token_offset(params.beta, work, first + t);
+      factor = params.beta_scale * sigmoid(load(tensors.beta, offset, params.beta_type));
+    }
+    gates[kStateTokens + t] = factor;
+  }
+  if (!params.decays_channels) return;
+  threadgroup float* decays = memory + 2 * (params.key_rows + params.tile_columns);
+  for (uint i = at.index; i < count * params.key_rows; i += at.threads) {
+    const uint t = i / params.key_rows, d = i % params.key_rows;
+    const bool exists = d < params.D;
+    decays[t * params.token_floats + d] =
+        exists ? decay_of(raw_decay(tensors, first + t, d, work, params), rate, params) : 0;
+  }
+}
+
+// ------------------------------------------------------------------------------------------ norms
+
+// Norms keys and queries, scales queries, and multiplies both. A simdgroup has a token.
+inline void norm_keys(uint count, threadgroup float* memory, threadgroup float* gates, LinearAttentionThread at,
+                      constant LinearAttentionParams& params) {
+  for (uint t = at.simdgroup; t < count; t += at.simdgroups) {
+    threadgroup float* key = memory + t * params.token_floats;
+    threadgroup float* query = key + params.key_rows;
+    float2 factors = 1;
+    if (params.qk_eps >= 0) {
+      float2 squares = 0;
+      for (uint d = at.lane; d < params.D; d += kSimdgroup) squares += float2(key[d] * key[d], query[d] * query[d]);
+      factors = rsqrt(simd_sum(squares) + params.qk_eps);
+    }
+    float product = 0;
+    for (uint d = at.lane; d < params.D; d += kSimdgroup) {
+      key[d] *= factors.x;
+      query[d] *= factors.y * params.scale;
+      product = fma(key[d], query[d], product);
+    }
+    product = simd_sum(product);
+    if (at.lane == 0) gates[2 * kStateTokens + t] = product;
+  }
+}
+
+// Keys, updates (in place of values) and decays of `count` tokens from rows of the log.
+inline void load_log(device const float* log, uint first, uint count, threadgroup float* memory,
+                     threadgroup float* gates, thread const LinearAttentionWork& work, LinearAttentionThread at,
+                     constant LinearAttentionParams& params) {
+  const uint keys = params.key_rows, columns = params.tile_columns;
+  const uint decays_at = 2 * (keys + columns), decays = params.decays_channels ? keys : 1;
+  for (uint i = at.index; i < count * (keys + columns + decays); i += at.threads) {
+    const uint t = i / (keys + columns + decays), n = i % (keys + columns + decays);
+    device const float* row = log_row(log, work, first + t, params);
+    threadgroup float* token = memory + t * params.token_floats;
+    if (n < keys) {
+      const ulong index = log_keys(params) + ulong(work.key_head) * params.D + n;
+      token[n] = n < params.D ? row[index * params.log.element] : 0;
+    } else if (n < keys + columns) {
+      const uint column = n - keys;
+      const ulong index = ulong(work.head) * params.V + work.first_column + column;
+      token[keys + n] = column < work.columns ? row[index * params.log.element] : 0;
+    } else {
+      const uint d = n - keys - columns;
+      const ulong index = log_decays(params) + (params.decays_channels ? ulong(work.head) * params.D + d : work.head);
+      const float decay = d < params.D ? row[index * params.log.element] : 0;
+      if (params.decays_channels) token[decays_at + d] = decay;
+      if (d == 0) gates[t] = decay;
+    }
+  }
+}
+
+}  // namespace moe_metal

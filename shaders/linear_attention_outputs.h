@@ -1,0 +1,98 @@
+// What the tokens of linear_attention_ leave: outputs after gate and norm, rows of the log, and rows of `kept`.
+#pragma once
+#include "linear_attention_inputs.h"
+
+namespace moe_metal {
+
+// ------------------------------------------------------------------------------------------ gate and norm
+
+// The activation of the gate at an offset; 1 without a gate.
+template <typename T>
+float gate_at(device const T* gate, ulong offset, constant LinearAttentionParams& params) {
+  return params.has_gate ? pointwise(float(gate[offset]), params.gate_activation) : 1;
+}
+
+// The results of `count` tokens from `first` on, or floats for the second kernel. A simdgroup has a token.
+template <typename T>
+void store_outputs(thread const LinearAttentionTensors<T>& tensors, device T* output, uint first, uint count,
+                   threadgroup float* memory, thread const LinearAttentionWork& work, LinearAttentionThread at,
+                   constant LinearAttentionParams& params) {
+  const bool has_skip = params.skip != ParameterType::absent, has_norm = params.norm_weight != ParameterType::absent;
+  const float skip = has_skip ? load(tensors.skip, work.head, params.skip) : 0;
+  const uint head = params.in_groups ? work.head : output_head(work.head, params);
+  const ulong weights = params.norms_groups ? ulong(work.head) * params.V : 0;
+  for (uint t = at.simdgroup; t < count; t += at.simdgroups) {
+    threadgroup const float* values = memory + t * params.token_floats + 2 * params.key_rows;
+    threadgroup float* results = memory + t * params.token_floats + 2 * params.key_rows + params.tile_columns;
+    const ulong token = ulong(work.batch) * params.T + work.begin + first + t;
+    const ulong row = (token * params.A + head) * params.V + work.first_column;
+    const ulong gates = token_offset(params.gate, work, first + t) + work.first_column * params.gate.element;
+    float squares = 0;
+    for (uint i = at.lane; i < work.columns; i += kSimdgroup) {
+      float x = results[i];
+      if (has_skip) x = fma(skip, values[i], x);
+      if (params.in_groups) {
+        reinterpret_cast<device float*>(output)[row + i] = x;
+        continue;
+      }
+      if (params.gate_first) x *= gate_at(tensors.gate, gates + i * params.gate.element, params);
+      results[i] = x;
+      squares = fma(x, x, squares);
+    }
+    if (params.in_groups) continue;
+    const float factor = has_norm ? rsqrt(simd_sum(squares) / float(params.V) + params.eps) : 1;
+    for (uint i = at.lane; i < work.columns; i += kSimdgroup) {
+      float x = results[i];
+      if (has_norm) x *= factor * load(tensors.norm_weight, weights + i, params.norm_weight);
+      if (!params.gate_first) x *= gate_at(tensors.gate, gates + i * params.gate.element, params);
+      output[row + i] = T(x);
+    }
+  }
+}
+
+// Zeros for the tokens before the first sequence, or after the last one.
+template <typename T>
+void store_zeros(device T* output, uint begin, uint end, thread const LinearAttentionWork& work,
+                 LinearAttentionThread at, constant LinearAttentionParams& params) {
+  const uint head = output_head(work.head, params);
+  for (uint token = begin + at.simdgroup; token < end; token += at.simdgroups) {
+    device T* row = output + (ulong(token) * params.A + head) * params.V + work.first_column;
+    for (uint i = at.lane; i < work.columns; i += kSimdgroup) row[i] = T(0);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ log and kept
+
+// Keys and decays of `count` tokens, into rows of the log from `row` on. compute_tokens stores their updates.
+inline void store_log(device float* log, uint row, uint count, threadgroup const float* memory,
+                      threadgroup const float* gates, thread const LinearAttentionWork& work, LinearAttentionThread at,
+                      constant LinearAttentionParams& params) {
+  if (!work.is_first_tile) return;
+  threadgroup const float* decays = memory + 2 * (params.key_rows + params.tile_columns);
+  const ulong decays_at = log_decays(params) + ulong(work.head) * (params.decays_channels ? params.D : 1);
+  for (uint t = at.simdgroup; t < count; t += at.simdgroups) {
+    device float* to = log_row(log, work, row + t, params);
+    for (uint d = at.lane; d < params.D; d += kSimdgroup) {
+      const ulong index = log_keys(params) + ulong(work.key_head) * params.D + d;
+      if (work.has_key_head) to[index * params.log.element] = memory[t * params.token_floats + d];
+      if (params.decays_channels) to[(decays_at + d) * params.log.element] = decays[t * params.token_floats + d];
+    }
+    if (!params.decays_channels && at.lane == 0) to[decays_at * params.log.element] = gates[t];
+  }
+}
+
+// The last R rows of past and inputs.
+template <typename T>
+void store_kept(thread const LinearAttentionTensors<T>& tensors, device T* kept, thread const LinearAttentionWork& work,
+                LinearAttentionThread at, constant LinearAttentionParams& params) {
+  for (uint i = at.index; i < 2 * params.key_rows + params.tile_columns; i += at.threads) {
+    const Channel<T> channel = channel_of(tensors, i, work, params);
+    if (!channel.exists || (channel.part != Part::value && !work.has_key_head)) continue;
+    device T* to = kept + work.sequence * params.kept.sequence + channel.index * params.kept.element;
+    for (uint r = 0; r < params.R; ++r) {
+      to[r * params.kept.row] = channel.raw(int(work.tokens) - int(params.R) + int(r));
+    }
+  }
+}
+
+}  // namespace moe_metal

@@ -1,0 +1,178 @@
+"""The store of prefixes: what was computed in an earlier turn, or for another conversation that begins in the same way,
+is not computed again.
+
+An entry is a conversation: its tokens, and their cache. Keys and values of full attention can be cropped to any length.
+Layers that keep a state or a window cannot, so a model that has them also keeps snapshots: at the end of the system
+prompt, before and after the last message of the user, at the end of an answer, and every STEP tokens of a prompt. A
+conversation that goes on takes its entry out of the store. Another one that begins in the same way gets a copy of the
+beginning.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ...transformers.fusing.snapshots import Snapshot, can_crop, fork, restore, snapshot, tensors_of
+from ..bench.measure import free_memory
+
+STEP = 2048  # tokens of a prompt between two snapshots
+MOST = 12  # snapshots of a conversation
+SHORTEST = 16  # a shorter common beginning of two conversations is computed again
+#: A conversation goes on from the end of its last prompt, without the beginning of an answer, which has fewer tokens.
+BEGINNING = 32
+
+
+@dataclass(eq=False)
+class Prefix:
+    """Tokens that are computed, and their cache."""
+
+    cache: DynamicCache | None  # None: the model has a cache of its own kind
+    crops: bool  # whether the cache can be cropped to any length
+    ids: list[int] = field(default_factory=list)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by length, in rising order
+    prompt: int = 0  # the length of its last prompt
+
+    def note(self, ids: list[int]) -> None:
+        """The cache now has these tokens. If it cannot be cropped, keep a snapshot."""
+        self.ids = ids
+        if not self.crops and ids:
+            self.snapshots[len(ids)] = snapshot(self.cache)
+            while len(self.snapshots) > MOST:
+                del self.snapshots[least_useful(list(self.snapshots))]
+
+    def reach(self, ids: Sequence[int]) -> int:
+        """How many of these tokens the cache can go back to."""
+        same = common(self.ids, ids)
+        if self.crops or same == len(self.ids):
+            return same
+        return max((length for length in self.snapshots if length <= same), default=0)
+
+    def go_back(self, length: int) -> None:
+        if length == len(self.ids):
+            return
+        if self.crops:
+            self.cache.crop(length - len(self.ids))
+        else:
+            restore(self.cache, self.snapshots[length])
+        self.ids = self.ids[:length]
+        self.snapshots = {at: each for at, each in self.snapshots.items() if at <= length}
+
+    def beginning(self, length: int) -> "Prefix":
+        """A copy of the first tokens."""
+        cache = fork(self.cache, length, self.snapshots.get(length))
+        snapshots = {at: each for at, each in self.snapshots.items() if at <= length}
+        return Prefix(cache, self.crops, self.ids[:length], snapshots)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from tensors_of(self.cache)
+        for each in self.snapshots.values():
+            yield from each.tensors()
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def least_useful(lengths: list[int]) -> int:
+    """The snapshot closest to the one before it. The first one and the last three stay."""
+    return min(zip(lengths[1:-3], lengths[:-4], strict=True), key=lambda pair: pair[0] - pair[1])[0]
+
+
+class Prefixes:
+    """The store. Its methods may be called on any thread."""
+
+    def __init__(self, model: PreTrainedModel, limit: float | None = None):
+        """`limit` in bytes; by default a quarter of the free memory."""
+        self.config = model.config.get_text_config(decoder=True)
+        self.limit = free_memory(model.device.type) / 4 if limit is None else limit
+        self.entries: list[Prefix] = []  # the one that was used last is the last one
+        self.lock = threading.Lock()
+        # A cache of the model's own class is not known here.
+        usual = model._supports_default_dynamic_cache() and model.generation_config.cache_implementation is None
+        self.works = usual and self.limit > 0 and self.can_go_back()
+        self.needs_cuts = self.works and not self.new().crops
+
+    def can_go_back(self) -> bool:
+        try:
+            snapshot(DynamicCache(config=self.config))
+        except TypeError:
+            return False
+        return True
+
+    def new(self) -> Prefix:
+        if not self.works:
+            return Prefix(None, False)
+        cache = DynamicCache(config=self.config)
+        return Prefix(cache, can_crop(cache))
+
+    def take(self, ids: list[int]) -> Prefix:
+        """What there is of a prompt's beginning, without its last token, which is computed for its logits. It is the
+        caller's until `give`."""
+        ids = ids[:-1]
+        with self.lock:
+            best = max(self.entries, key=lambda entry: entry.reach(ids), default=None)
+            length = 0 if best is None else best.reach(ids)
+            if length and length >= best.prompt - BEGINNING:  # it goes on
+                self.entries.remove(best)
+                best.go_back(length)
+                found = best
+            else:
+                found = best.beginning(length) if length >= SHORTEST else self.new()
+        found.prompt = len(ids)
+        return found
+
+    def before(self, prefix: Prefix, ids: list[int], cuts: Sequence[int]) -> list[list[int]]:
+        """The beginnings of a prompt that are computed before it, each followed by a snapshot."""
+        if not self.needs_cuts:
+            return []
+        return [ids[:cut] for cut in sorted(set(cuts)) if len(prefix.ids) < cut < len(ids)]
+
+    def note_step(self, prefix: Prefix, ids: list[int]) -> None:
+        """A snapshot of a long prompt, if its last one is STEP tokens ago. Called before each forward."""
+        length = prefix.cache.get_seq_length() if self.needs_cuts else 0
+        if STEP <= length - max(prefix.snapshots, default=0) and length < len(ids):
+            prefix.note(ids[:length])
+
+    def give(self, prefix: Prefix) -> None:
+        """Keep a prefix for later requests. Those that have been unused for the longest time leave the store."""
+        if prefix.cache is None or not prefix.ids:
+            return
+        with self.lock:
+            self.entries = [entry for entry in self.entries if not contains(prefix, entry)] + [prefix]
+            while self.entries and self.nbytes() > self.limit:
+                del self.entries[0]
+
+    def clear(self) -> None:
+        with self.lock:
+            self.entries.clear()
+
+    def nbytes(self) -> int:
+        """All memory that the store keeps, also the free rows of caches that grow."""
+        memory = {}
+        for entry in self.entries:
+            for tensor in entry.tensors():
+                storage = tensor.untyped_storage()
+                memory[storage.data_ptr()] = storage.nbytes()
+        return sum(memory.values())
+
+
+def contains(prefix: Prefix, other: Prefix) -> bool:
+    """Whether another entry is of no use next to this one."""
+    return prefix.reach(other.ids) == len(other.ids)
+
+
+def cuts(messages: list[dict], ids: list[int], encode: Callable[..., list[int]]) -> list[int]:
+    """Where a prompt has snapshots: at the end of the system prompt, and before and after the last message of the user.
+    `encode` makes the tokens of messages, without or with the beginning of an answer. A template may refuse a beginning
+    of the conversation, or may write it in another way: then it has no cut."""
+    first = next((i for i, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
+    found = []
+    for end in sorted({first, len(messages) - 1, len(messages)} - {0}):
+        try:
+            found.append(common(encode(messages[:end], False), ids))
+        except Exception:  # of the template, which may raise anything
+            continue
+    return found
