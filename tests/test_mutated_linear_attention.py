@@ -13,7 +13,7 @@ REFERENCE = "test_ops.py::test_equals_the_reference"
 OP, RECURRENCE, GATES = "linear_attention.cpp", "linear_attention/recurrence.h", "linear_attention/gates.h"
 CONVOLUTION, SHORT = "linear_attention/convolution.h", "short_conv.cpp"
 #: The cases of REFERENCE that must be enough.
-CASES = "(linear_attention_ or short_conv_) and (sample or log or offsets or x5)"
+CASES = "(linear_attention_ or short_conv_) and (sample or log or offsets or x5 or nemotron)"
 
 FAULTS = [
     Fault("tap_skipped", CONVOLUTION, "for (int64_t i = 0; i < W; ++i) {", "for (int64_t i = 1; i < W; ++i) {",

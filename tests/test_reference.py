@@ -312,7 +312,7 @@ def test_reference_equals_plain_loops(case: Case):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow if case.full_grid else [])
+        pytest.param(case, marks=[pytest.mark.full_grid, pytest.mark.slow] if case.full_grid else [])
         for case in CASES
         if case.op in RECURRENT
         and not (case.sample or case.hostile)
