@@ -19,7 +19,7 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
-from cases import OPTIONAL, Args, Case
+from cases import Args, Case
 from cases.grids import PAIRS
 from cases.linear_attention import by_channel, grouped, norm_of_groups, usual_log
 from checks import Guarded, with_leading
@@ -38,7 +38,12 @@ from torch_moe_metal.arguments import (
 SIZES = (1, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 64, 67, 96, 127, 128, 129, 251, 256, 257, 509, 512, 521, 1021)
 SIZES_LARGE = (1024, 1031, 2048, 2053)
 NUMBERS = (0.25, 1.0, 1.702, 2.5, 7.0, 30.0)  # the values of numeric options
-NUMBERS_OF = {"lower_bound": (-5.0, -0.25, 0.0), "step_min": (0.0, 0.25), "step_max": (0.25, 2.5), "beta_scale": (0.5, 1.0, 2.0)}
+NUMBERS_OF = {
+    "lower_bound": (-5.0, -0.25, 0.0),
+    "step_min": (0.0, 0.25),
+    "step_max": (0.25, 2.5),
+    "beta_scale": (0.5, 1.0, 2.0),
+}
 ROWS_KEPT = tuple(op for op in ARGUMENTS if "kept" in ARGUMENTS[op])
 
 

@@ -1,9 +1,9 @@
-"""`linear_attention_` and `short_conv_` over plain Python numbers, for test_reference.py. Tensors are nested lists; what
-an op writes in place is returned."""
+"""`linear_attention_` and `short_conv_` over plain Python numbers, for test_reference.py. Tensors are nested lists, and
+what an op writes in place is returned."""
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 Rows = list[list[float]]
 
@@ -51,94 +51,132 @@ def heads_of(row: list[float], size: int) -> Rows:
     return [row[i : i + size] for i in range(0, len(row), size)]
 
 
-def one_sequence(q, k, v, decay, beta=None, gate=None, log_rate=None, decay_bias=None, norm_weight=None, skip=None,
-                 conv_weight=None, conv_bias=None, past=None, mask=None, state=None, kept=None, log=None, *,
-                 rule="delta", decay_kind="softplus", lower_bound=-5.0, step_min=0.0, step_max=None, beta_scale=1.0,
-                 scale=None, qk_eps=1e-6, activation="silu", order="qkv", gate_activation="silu", gate_first=False,
-                 tiled=False, eps=1e-6, replay=0):  # fmt: skip
-    """Outputs [T, A, V], and the new state, kept and log."""
-    T, J, D, A, V = len(q), len(q[0]), len(q[0][0]), len(v[0]), len(v[0][0])
-    group = A // J
-    if conv_weight:
-        parts = {"q": q, "k": k, "v": v}
-        rows = [[x for name in order for head in parts[name][t] for x in head] for t in range(T)]
-        before = past if past is not None else [[0.0] * len(rows[0])] * (len(conv_weight[0]) - 1)
-        kept = None if kept is None else last(before + rows, len(kept))
-        sizes = {"q": J * D, "k": J * D, "v": A * V}
-        y = [split(row, *(sizes[name] for name in order)) for row in convolved(before, rows, conv_weight, conv_bias,
-                                                                               activation)]  # fmt: skip
-        q, k, v = ([heads_of(row[order.index(n)], V if n == "v" else D) for row in y] for n in "qkv")
-    S = [[row[:] for row in head] for head in state] if state is not None else [
-        [[0.0] * V for _ in range(D)] for _ in range(A)
-    ]  # fmt: skip
-    written = [list(row) for row in log] if log is not None else []
-    first_logged = T - (len(written) - replay)
+def inputs(parts: dict[str, list], order: str) -> Rows:
+    """The convolution's input, with its channels in this order."""
+    return [[x for name in order for head in parts[name][t] for x in head] for t in range(len(parts["q"]))]
 
-    def change(a: int, factors: list[float], key: list[float], u: list[float]) -> None:
-        for d in range(D):
-            S[a][d] = [factors[d] * s + key[d] * x for s, x in zip(S[a][d], u, strict=True)]
 
-    def spread(factors: list[float]) -> list[float]:
-        return factors if len(factors) == D else factors * D
+def convolved_heads(q, k, v, before, weight, bias, activation: str, order: str) -> Iterator[list[Rows]]:
+    """q, k and v after the convolution."""
+    parts = {"q": q, "k": k, "v": v}
+    sizes = [sum(map(len, parts[name][0])) for name in order]
+    y = [split(row, *sizes) for row in convolved(before, inputs(parts, order), weight, bias, activation)]
+    for name in "qkv":
+        yield [heads_of(row[order.index(name)], len(parts[name][0][0])) for row in y]
 
-    for row in written[:replay]:
-        us, keys, factors = split(row, A * V, J * D, len(row) - A * V - J * D)
-        for a in range(A):
-            own = heads_of(factors, len(factors) // A)[a]
-            change(a, spread(own), heads_of(keys, D)[a // group], heads_of(us, V)[a])
 
-    def step_and_factors(t: int, a: int) -> tuple[float, list[float]]:
-        raws, biases = decay[t][a], decay_bias[a] if decay_bias else 0.0
+def unit(rows: Rows, eps: float | None) -> Rows:
+    return rows if eps is None else [[x / math.sqrt(dot(row, row) + eps) for x in row] for row in rows]
+
+
+class Decays:
+    """The steps of tokens, and the factors of the state of a head: one, or one for each channel."""
+
+    def __init__(self, raw, rate, bias, kind="softplus", lower_bound=-5.0, step_min=0.0, step_max=None):
+        self.raw, self.rate, self.bias, self.kind, self.lower_bound = raw, rate, bias, kind, lower_bound
+        self.limits = step_min, math.inf if step_max is None else step_max
+
+    def of(self, t: int, a: int) -> tuple[float, list[float]]:
+        raws, biases = self.raw[t][a], self.bias[a] if self.bias else 0.0
         raws = raws if isinstance(raws, list) else [raws]
         biases = biases if isinstance(biases, list) else [biases] * len(raws)
-        rate, step, found = exp(log_rate[a]) if log_rate else 1.0, 0.0, []
+        rate, step, found = exp(self.rate[a]) if self.rate else 1.0, 0.0, []
         for raw, bias in zip(raws, biases, strict=True):
-            if decay_kind == "sigmoid":
-                found.append(math.exp(lower_bound * sigmoid(rate * (raw + bias))))
+            if self.kind == "sigmoid":
+                found.append(math.exp(self.lower_bound * sigmoid(rate * (raw + bias))))
                 continue
-            step = min(max(softplus(raw + bias), step_min), math.inf if step_max is None else step_max)
+            step = min(max(softplus(raw + bias), self.limits[0]), self.limits[1])
             found.append(math.exp(-rate * step))
         return step, found
 
-    outputs, before_log = [], [[row[:] for row in head] for head in S]
-    for t in range(T):
-        seen = mask is None or mask[t]
-        keys = [row if seen else [0.0] * D for row in k[t]]
-        values = [row if seen else [0.0] * V for row in v[t]]
-        queries = q[t]
-        if qk_eps is not None:
-            queries, keys = ([[x / math.sqrt(dot(row, row) + qk_eps) for x in row] for row in each]
-                             for each in (queries, keys))  # fmt: skip
-        queries = [[x * (D**-0.5 if scale is None else scale) for x in row] for row in queries]
-        us, decays, token = [], [], []
+
+class State:
+    """[A, D, V]."""
+
+    def __init__(self, rows: list[Rows]):
+        self.heads = copied(rows)
+
+    def change(self, a: int, factors: list[float], key: list[float], u: list[float]) -> None:
+        factors = factors if len(factors) == len(key) else factors * len(key)
+        rows = zip(factors, key, self.heads[a], strict=True)
+        self.heads[a] = [[f * s + x * y for s, y in zip(row, u, strict=True)] for f, x, row in rows]
+
+    def seen_by(self, a: int, query: list[float]) -> list[float]:
+        return [dot(query, column) for column in zip(*self.heads[a], strict=True)]
+
+    def replay(self, row: list[float], J: int) -> None:
+        """Applies a row of a log: u, keys and factors of a token."""
+        A, D, V = len(self.heads), len(self.heads[0]), len(self.heads[0][0])
+        us, keys, factors = split(row, A * V, J * D, len(row) - A * V - J * D)
         for a in range(A):
-            key, (step, factors) = keys[a // group], step_and_factors(t, a)
-            decays += factors
-            factors = spread(factors)
-            columns = list(zip(*S[a], strict=True))
-            known = [sum(key[d] * factors[d] * column[d] for d in range(D)) for column in columns]
-            if rule == "sum":
-                u = [step * x for x in values[a]]
-            else:
-                u = [beta_scale * sigmoid(beta[t][a]) * (x - y) for x, y in zip(values[a], known, strict=True)]
-            us.append(u)
-            change(a, factors, key, u)
-            out = [dot(queries[a // group], column) for column in zip(*S[a], strict=True)]
-            token.append([o + (skip[a] if skip else 0.0) * x for o, x in zip(out, values[a], strict=True)])
-        if t >= first_logged:
-            written[replay + t - first_logged] = [x for part in (*us, *keys, decays)
-                                                  for x in (part if isinstance(part, list) else [part])]  # fmt: skip
+            factor = heads_of(factors, len(factors) // A)[a]
+            self.change(a, factor, heads_of(keys, D)[a * J // A], heads_of(us, V)[a])
+
+
+def copied(state: list[Rows]) -> list[Rows]:
+    return [[row[:] for row in head] for head in state]
+
+
+def flat(*parts: list) -> list[float]:
+    return [x for part in parts for each in part for x in (each if isinstance(each, list) else [each])]
+
+
+def token_of(S: State, t: int, q: Rows, k: Rows, v: Rows, decays: Decays, beta, rule: str, beta_scale: float):
+    """Changes the state. Returns what it gives the queries, and the row of the log."""
+    us, factors, outputs, A = [], [], [], len(v)
+    for a in range(A):
+        key, (step, own) = k[a * len(k) // A], decays.of(t, a)
+        decayed = [x * f for x, f in zip(key, own if len(own) == len(key) else own * len(key), strict=True)]
+        if rule == "sum":
+            u = [step * x for x in v[a]]
         else:
-            before_log = [[row[:] for row in head] for head in S]
-        outputs.append(gated_norm(token, gate and gate[t], norm_weight, gate_activation, gate_first, eps))
+            u = [beta_scale * sigmoid(beta[t][a]) * (x - y) for x, y in zip(v[a], S.seen_by(a, decayed), strict=True)]
+        S.change(a, own, key, u)
+        us.append(u)
+        factors += own
+        outputs.append(S.seen_by(a, q[a * len(q) // A]))
+    return outputs, flat(us, k, factors)
+
+
+def one_sequence(q, k, v, decay, beta=None, gate=None, log_rate=None, decay_bias=None, norm_weight=None, skip=None,
+                 conv_weight=None, conv_bias=None, past=None, mask=None, state=None, kept=None, log=None, *,
+                 rule="delta", beta_scale=1.0, scale=None, qk_eps=1e-6, activation="silu", order="qkv",
+                 decay_kind="softplus", tiled=False, replay=0, **options):  # fmt: skip
+    """Outputs [T, A, V], and the new state, kept and log."""
+    T, J, D, A, V = len(q), len(q[0]), len(q[0][0]), len(v[0]), len(v[0][0])
+    if conv_weight:
+        rows = inputs({"q": q, "k": k, "v": v}, order)
+        before = past if past is not None else [[0.0] * len(rows[0])] * (len(conv_weight[0]) - 1)
+        kept = None if kept is None else last(before + rows, len(kept))
+        q, k, v = convolved_heads(q, k, v, before, conv_weight, conv_bias, activation, order)
+    S = State(state if state is not None else [[[0.0] * V] * D] * A)
+    written = list(log) if log is not None else []
+    for row in written[:replay]:
+        S.replay(row, J)
+    limits = {name: options.pop(name) for name in ("lower_bound", "step_min", "step_max") if name in options}
+    decays = Decays(decay, log_rate, decay_bias, decay_kind, **limits)
+    outputs, before_log, unlogged = [], copied(S.heads), T - (len(written) - replay)
+    for t in range(T):
+        counts = 1.0 if mask is None or mask[t] else 0.0
+        key, value = ([[x if counts else 0.0 for x in row] for row in each[t]] for each in (k, v))
+        query = [[x * (D**-0.5 if scale is None else scale) for x in row] for row in unit(q[t], qk_eps)]
+        found, logged = token_of(S, t, query, unit(key, qk_eps), value, decays, beta, rule, beta_scale)
+        found = [
+            [o + (skip[a] if skip else 0.0) * x for o, x in zip(found[a], value[a], strict=True)] for a in range(A)
+        ]
+        outputs.append(gated_norm(found, gate and gate[t], norm_weight, **options))
+        if t < unlogged:
+            before_log = copied(S.heads)
+        else:
+            written[replay + t - unlogged] = logged
     if tiled:
-        outputs = [[token[h % J * group + h // J] for h in range(A)] for token in outputs]
+        outputs = [[token[h % J * (A // J) + h // J] for h in range(A)] for token in outputs]
     return outputs, before_log, kept, written
 
 
-def gated_norm(token: Rows, gate, weight, activation: str, gate_first: bool, eps: float) -> Rows:
+def gated_norm(token: Rows, gate, weight, gate_activation="silu", gate_first=False, eps=1e-6) -> Rows:
     A, V = len(token), len(token[0])
-    factors = [[POINTWISE[activation](x) for x in head] for head in gate] if gate else [[1.0] * V] * A
+    factors = [[POINTWISE[gate_activation](x) for x in head] for head in gate] if gate else [[1.0] * V] * A
 
     def gated(rows: Rows) -> Rows:
         return [[x * f for x, f in zip(*pair, strict=True)] for pair in zip(rows, factors, strict=True)]
@@ -146,8 +184,7 @@ def gated_norm(token: Rows, gate, weight, activation: str, gate_first: bool, eps
     rows = gated(token) if gate_first else token
     if weight:
         groups = weight if isinstance(weight[0], list) else [weight] * A
-        flat = [x for head in rows for x in head]
-        parts = heads_of(flat, len(groups[0]))
+        parts = heads_of([x for head in rows for x in head], len(groups[0]))
         normed = [
             x / math.sqrt(dot(part, part) / len(part) + eps) * w
             for part, own in zip(parts, groups, strict=True)

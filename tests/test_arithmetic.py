@@ -44,5 +44,6 @@ def test_flushed_floats_and_contracted_products_are_right(monkeypatch: pytest.Mo
     monkeypatch.setenv("METAL_SIM_ARITHMETIC", "flush_float,contract")
     packed = [("experts", "bfloat16", T, format) for T in (5, 50) for format in ("affine", "mxfp4", "fp8", "q4_k")]
     dense = [(op, "float32", 5, "dense") for op in ("gate", "experts", "norm_add", "attention", "glu", "rope")]
+    dense += [(op, "float32", 50, "dense") for op in ("linear_attention_", "short_conv_")]
     said = results(lines_about(*packed, *dense))
     assert {*said.values()} == {"None"}, said

@@ -145,8 +145,11 @@ def test_in_place_target_overlaps_an_input(op: str, device: str):
             args[name] = memory[:first].view(args[name].shape)
             args[other] = memory[first - 1 :].view(args[other].shape)
             said = refusal(op, args, ODD[op].options)
-            assert re.fullmatch(rf"moe_metal::{op}: ({name}|{other}): expected memory that no other argument uses, got a "
-                                "tensor that overlaps one", said), (name, other)
+            assert re.fullmatch(
+                rf"moe_metal::{op}: ({name}|{other}): expected memory that no other argument uses, got a "
+                "tensor that overlaps one",
+                said,
+            ), (name, other)
 
 
 @EACH

@@ -2,15 +2,18 @@
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 import torch_moe_metal
-from checks import relative
+from checks import relative, same_bits
+from each_op import ODD, run
 from tiny_models import build, experts_classes, tiny_model, tiny_module, tokens
 from torch_moe_metal import nn
+from torch_moe_metal.arguments import results
 from torch_moe_metal.grad import warned
 
 OPS = {
@@ -75,6 +78,27 @@ def test_layer(strict):
     program = export(layer, x, strict=strict)
     assert ours_in(program) == {"gate": 1, "glu": 1, "experts": 1}
     assert torch.equal(program.module()(x), layer(x))
+
+
+@each_strictness
+@pytest.mark.parametrize("op", ["linear_attention_", "short_conv_"])
+def test_optional_arguments_that_are_written(op, strict):
+    """The exported program writes them, too, for any number of tokens."""
+    case = ODD[op]
+
+    class Op(torch.nn.Module):
+        def forward(self, args: dict[str, torch.Tensor]) -> torch.Tensor:
+            return getattr(torch.ops.moe_metal, op)(**args, **case.options)
+
+    T = torch.export.Dim("T", min=5, max=64)
+    dims = {name: {letters.index("T"): T} if "T" in letters else None for name, letters in case.shapes.items()}
+    program = torch.export.export(Op(), (case.arguments(),), dynamic_shapes=(dims,), strict=strict)
+    assert ours_in(program) == {op: 1}
+    for tokens_of_call in (6, 11):
+        other = replace(case, dims=case.dims | {"T": tokens_of_call})
+        args, want = other.arguments(), run(other, other.arguments())
+        got = results(op, program.module()(args), args)
+        assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
 @each_strictness

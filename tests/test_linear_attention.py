@@ -50,6 +50,11 @@ class Layer:
     def copy(self) -> "Layer":
         return Layer(self.args | {"state": self.state.clone(), "past": self.past}, self.options)
 
+    def of_sequence(self, b: int) -> "Layer":
+        args = self.args | {"state": self.state.clone(), "past": self.past}
+        own = (*TOKENS, "state", "past")
+        return Layer({name: x[b : b + 1] if name in own else x for name, x in args.items()}, self.options)
+
     def tokens(self, begin: int, end: int) -> Args:
         return {name: x[:, begin:end] if name in TOKENS else x for name, x in self.args.items()}
 
@@ -92,8 +97,7 @@ def test_a_prompt_may_be_cut(kind: str, dtype: torch.dtype, device: str):
 def test_sequences_do_not_depend_on_the_batch(kind: str, T: int, device: str):
     """Each by itself, and as a packed one."""
     batch = Layer.of(kind, device, T=T, B=3)
-    alone = [Layer({n: x[b : b + 1] if n in (*TOKENS, "state", "past") else x for n, x in args.items()}, batch.options)
-             for args in [batch.args | {"state": batch.state.clone(), "past": batch.past}] for b in range(3)]  # fmt: skip
+    alone = [batch.of_sequence(b) for b in range(3)]
     packed = batch.copy()
     packed.args = {n: x.flatten(0, 1).unsqueeze(0) if n in TOKENS else x for n, x in packed.args.items()}
     packed.args["offsets"] = torch.arange(4, device=device) * T

@@ -312,9 +312,12 @@ def test_reference_equals_plain_loops(case: Case):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow if case.full_grid else [])
+        pytest.param(case, marks=[pytest.mark.full_grid, pytest.mark.slow] if case.full_grid else [])
         for case in CASES
-        if case.op in RECURRENT and not (case.sample or case.hostile) and case.flops < 4e5 and case.dims["B"] * case.dims["T"]
+        if case.op in RECURRENT
+        and not (case.sample or case.hostile)
+        and case.flops < 4e5
+        and case.dims["B"] * case.dims["T"]
     ],
     ids=str,
 )

@@ -65,7 +65,7 @@ _ANGLES = {"cos": parameter("BTR"), "sin": parameter("BTR")}
 _HEAD_NORMS = {"q_norm_weight": parameter("D", True), "k_norm_weight": parameter("D", True)}
 #: A mask may also be bool, and its sizes B and A may be 1.
 _MASKED = {"mask": parameter("BATS", True), "sinks": parameter("A", True)}
-#: `decay` and its bias may be per channel, and v, decay, beta and gate may have dimensions for J and A / J instead of A.
+#: `decay` and its bias may be per channel. v, decay, beta and gate may have dimensions for J and A / J instead of A.
 _GATES = {"decay": parameter("BTA"), "beta": parameter("BTA", True), "gate": optional("BTAV")}
 _RATES = {"log_rate": parameter("A", True), "decay_bias": parameter("A", True)}
 _CONVOLUTION = {"conv_weight": parameter("CW", True), "conv_bias": parameter("C", True, "conv_weight")}

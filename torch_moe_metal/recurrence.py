@@ -110,7 +110,7 @@ def linear_attention_(
     - With `offsets`, B is 1 and sequence n consists of the tokens from offsets[n] to offsets[n + 1]. state, past and
       kept then have one entry for each of these S sequences. Offsets are limited to [0, T] and to rising order. The
       output of tokens without a sequence is 0.
-    - With `tiled`, output head h is the value head (h % J) * (A / J) + h // J, which is the order of heads in GGUF files.
+    - With `tiled`, output head h is the value head (h % J) * (A / J) + h // J, the order of heads in GGUF files.
     """
     B, T, J, D = k.shape
     v, gate = (None if x is None else x.flatten(2, -2) for x in (v, gate))
@@ -130,7 +130,9 @@ def linear_attention_(
     return rounded(output.unflatten(2, (J, -1)).transpose(2, 3).flatten(2, 3) if tiled else output, q)
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, kept: Tensor | None, dilation: int):
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None, kept: Tensor | None, dilation: int
+):
     """The convolution over time of x [B, T, C], which writes `kept`."""
     T, W = x.shape[1], weight.shape[1]
     before = x.new_zeros(x.shape[0], (W - 1) * dilation, x.shape[2]) if past is None else past

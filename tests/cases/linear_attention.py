@@ -74,7 +74,7 @@ def joined(args: Args) -> None:
 def grouped(args: Args) -> None:
     """As in Qwen3-Next: one projection has the queries, keys, values and gates of a key head next to each other,
     another one its decays and betas. The views of values have five dimensions."""
-    (B, T, J, D), (A, V) = args["q"].shape, args["v"].shape[2:]
+    (B, T, J), A = args["q"].shape[:3], args["v"].shape[2]
     heads = {name: args[name].unflatten(2, (J, A // J)) for name in ("v", "gate", "decay", "beta") if name in args}
     args |= heads
     wide = [name for name in ("q", "k", "v", "gate") if name in args]
@@ -187,7 +187,13 @@ def offsets(*values: int, dtype: torch.dtype = torch.int32) -> Callable[[Args], 
 
 def sequences() -> list[Case]:
     """Offsets that leave out tokens, are beyond the tokens, fall, or make empty sequences."""
-    ways = {"usual": (0, 7, 9, 30), "one": (0, 30), "outside": (3, 9, 25), "empty": (0, 9, 9, 9), "backwards": (0, 20, 5, 25)}
+    ways = {
+        "usual": (0, 7, 9, 30),
+        "one": (0, 30),
+        "outside": (3, 9, 25),
+        "empty": (0, 9, 9, 9),
+        "backwards": (0, 20, 5, 25),
+    }
     ways |= {"beyond": (-5, 3, 99, 120), "last_first": (30, 0, 0), "none": (0, 0)}
     cases = []
     for i, (name, values) in enumerate(ways.items()):
@@ -195,7 +201,7 @@ def sequences() -> list[Case]:
         dims = {"B": 1, "J": 2, "A": 4, "D": 16, "V": 24, "T": 30, "W": 4, "R": 3, "N": count + 1, "S": count}
         prepare = both(offsets(*values, dtype=(torch.int32, torch.int64)[i % 2]), (joined, across)[i // 2 % 2])
         dtype, options = (FLOAT, HALF, BFLOAT)[i % 3], {"rule": ("delta", "sum")[i // 3 % 2]}
-        given = tuple(n for n in OPTIONAL[LINEAR] if n != "log") + ("offsets",)
+        given = (*(name for name in OPTIONAL[LINEAR] if name != "log"), "offsets")
         cases.append(Case(LINEAR, f"offsets-{name}", dims, given, options, dtype, None, prepare))
     # One of the samples: all optional arguments that a call with offsets may have.
     return [replace(cases[0], name="sample_offsets", sample=True), *cases[1:]]

@@ -38,13 +38,10 @@ def samples() -> list[Case]:
         {"B": 3, "A": 3, "J": 3, "S": 33, "D": 72, "V": 40, "R": 20},
     ]
     seeing = [{"causal": True, "window": 9, "scale": 0.3}, {"causal": True}, {}]
-    # Layers with a state, where R are the rows of `kept`.
-    states = [{"W": 4, "R": 5, "L": 5}, {"W": 3, "R": 2, "L": 6}, {"W": 5, "R": 9, "L": 3}]
-    linear = [{"activation": "silu"}, FORGETTING, SUMMING]
     dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
     # Sizes and options of layers that keep rows: R is the number of those here.
     rows = [{"W": 4, "R": 5, "L": 5}, {"W": 3, "R": 2, "L": 6}, {"W": 5, "R": 9, "L": 3}]
-    linear = [{"activation": "silu", "beta_scale": 2.0}, FORGETTING | {"replay": 2}, SUMMING | {"replay": 1}]
+    linear = [{"activation": "silu", "beta_scale": 2.0, "tiled": True}, FORGETTING | {"replay": 2}, SUMMING | {"replay": 1}]
     cases = []
     for op in ARGUMENTS:
         keeps_rows = "kept" in ARGUMENTS[op]

@@ -74,11 +74,11 @@ FOLLOWED = {
     "glu": {"gate", "up"},
     "rope": {"q", "k", "cos", "sin"},
     "attention": {"q", "k", "v", "mask"},
+    "linear_attention_": {"q", "k", "v", "decay", "beta", "gate", "past", "mask", "state", "kept", "log"},
+    "short_conv_": {"x", "input_gate", "output_gate", "past", "kept"},
     "experts": {f"{weight}{part}" for weight in ("gate_up", "down") for part in ("", "_scale", "_offset")},
     "linear": {"weight", "scale", "offset"},
     "dequantize": {"weight", "scale", "offset"},
-    "linear_attention_": {"q", "k", "v", "decay", "beta", "gate", "past", "mask", "state", "kept", "log"},
-    "short_conv_": {"x", "input_gate", "output_gate", "past", "kept"},
 }
 
 

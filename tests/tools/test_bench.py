@@ -29,7 +29,7 @@ from torch_moe_metal.commands.bench.block import (
     transformers,
 )
 from torch_moe_metal.commands.bench.calls import DECODING, OPS, WHOLE, Call, RandomTensors, inputs, moved, packing_of
-from torch_moe_metal.commands.bench.linear_attention import LAYERS, SHORT_CONV
+from torch_moe_metal.commands.bench.linear_attention import LAYERS, SHORT_CONV, Layer
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS, Model, configuration
 from torch_moe_metal.commands.bench.random_weights import FORMATS
 from torch_moe_metal.commands.bench.report import OURS_DENSE, Result
@@ -56,11 +56,18 @@ def run_bench(*arguments: str) -> int:
     return bench.run(parser.parse_args([*QUICK, *arguments]), MEASURER)
 
 
+def smaller(layer: Layer) -> Layer:
+    J, A, *_ = layer.heads
+    return replace(layer, heads=(2, 2 * (A // J), 24, 16))
+
+
 @pytest.fixture
 def tiny(monkeypatch) -> Model:
     """A small version of the default model, and quick measurements of the bandwidth."""
     small = MODELS[DEFAULT].reduced(E=8, K=2, H=64, I=64)
     monkeypatch.setitem(MODELS, DEFAULT, small)
+    for name, layer in LAYERS.items():
+        monkeypatch.setitem(LAYERS, name, smaller(layer))
     limits = measure.Limits("cpu", 0.001, 1 << 20)
     monkeypatch.setattr(device_bench, "Limits", lambda *_: limits)
     return small
@@ -197,8 +204,7 @@ def test_plain_ways_agree_with_the_op(op: str, name: str):
 @pytest.mark.parametrize("op, which", [*(("linear_attention_", name) for name in LAYERS), ("short_conv_", "")])
 def test_layers_of_linear_attention_agree_with_the_op(op: str, which: str, T: int, monkeypatch):
     """What transformers computes between its projections, and the state after it."""
-    J, A, D, V = LAYERS.get(which, SHORT_CONV).heads
-    monkeypatch.setitem(LAYERS, which, replace(LAYERS.get(which, SHORT_CONV), heads=(2, 2 * (A // J), 24, 16)))
+    monkeypatch.setitem(LAYERS, which, smaller(LAYERS.get(which, SHORT_CONV)))
     call = Call(op, DEFAULT, MODELS[DEFAULT].reduced(H=64), T, torch.float32, which=which)
     ours = inputs(call, RandomTensors("cpu", torch.float32))
     theirs = device_bench.for_baselines(ours)
@@ -444,6 +450,7 @@ def test_everything_as_json(device: str, tiny, capsys):
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
     twice = {"route": 2, "linear": 2, "attention": 2}  # many experts; the query and the head; a long context
+    twice |= {"linear_attention_": len(LAYERS)}
     assert [(r["dtype"], r["op"], r["T"]) for r in rows] == [
         (dtype, op, T) for dtype in ("bf16", "f32") for op in OPS for _ in range(twice.get(op, 1)) for T in (1, 3)
     ]

@@ -64,7 +64,9 @@ def check(op: str, device: str, dtype: torch.dtype, tokens: int, format: str = "
     try:
         given = {name: tensor.to(device) for name, tensor in sample_arguments(op, dtype, tokens, format).items()}
         exact = {name: t.cpu().double() if t.is_floating_point() else t.cpu() for name, t in given.items()}
-        options = arguments.options(op, {"top_k": DIMS["K"], "format": format, "dtype": dtype, "causal": True, "replay": 1})
+        options = arguments.options(
+            op, {"top_k": DIMS["K"], "format": format, "dtype": dtype, "causal": True, "replay": 1}
+        )
         with torch.no_grad():
             got = arguments.results(op, getattr(torch.ops.moe_metal, op)(**given, **options), given)
             if op == "experts" and format != "dense":

@@ -42,7 +42,9 @@ class Call:
     T: int
     dtype: torch.dtype = torch.bfloat16
     format: str = "dense"  # of the weights
-    which: str = ""  # of `linear`, the name of one of the model's `linears`; of `attention`, one of CONTEXTS; and of LAYERS
+    which: str = (
+        ""  # of `linear`, the name of one of the model's `linears`; of `attention`, one of CONTEXTS; and of LAYERS
+    )
 
     def __str__(self) -> str:
         return "-".join([self.op, self.name, f"T{self.T}", DTYPES[self.dtype], *self.variant])
@@ -117,7 +119,11 @@ class Call:
         """The sizes that it depends on."""
         if self.op == "block":
             return set("EKHI")
-        found = {letter for letters in (*self.shapes.values(), *arguments.outputs(self.op, self.shapes)) for letter in letters}
+        found = {
+            letter
+            for letters in (*self.shapes.values(), *arguments.outputs(self.op, self.shapes))
+            for letter in letters
+        }
         return found | set("I" if "G" in found else "") | set("K" if self.op == "glu" else "")
 
     def size(self, letters: str) -> tuple[int, ...]:
@@ -278,7 +284,9 @@ def rows_of(op: str, options: Namespace) -> list[tuple[str, str]]:
 
 def choices(op: str, name: str) -> tuple[str, ...]:
     """The values of `Call.which` of an op's rows."""
-    return {"linear": tuple(MODELS[name].linears), "attention": CONTEXTS, "linear_attention_": tuple(LAYERS)}.get(op, ("",))
+    return {"linear": tuple(MODELS[name].linears), "attention": CONTEXTS, "linear_attention_": tuple(LAYERS)}.get(
+        op, ("",)
+    )
 
 
 def tokens_of(op: str, which: str) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Layers of linear attention in the sizes of models: the arguments of `linear_attention_` and `short_conv_` between their
-projections, and the same in plain PyTorch, by transformers' own functions."""
+"""Layers of linear attention in the sizes of models: the arguments of `linear_attention_` and `short_conv_`, and the
+same in plain PyTorch, by transformers' own functions."""
 
 import functools
 from collections.abc import Callable

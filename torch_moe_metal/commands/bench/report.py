@@ -55,8 +55,8 @@ class Result:
 
     @property
     def shape(self) -> str:
-        m, dims = self.call.model, self.call.dims
-        sizes = "".join(f" {letter}={dims[letter]}" for letter in "EKNHIAJDVS" if letter in self.call.letters)
+        m, size = self.call.model, self.call.size
+        sizes = "".join(f" {letter}={size(letter)[0]}" for letter in "EKNHIAJDVSC" if letter in self.call.letters)
         if m.E < MODELS[self.call.name].E:  # limited by memory
             sizes = sizes.replace(f" E={m.E}", f" E={m.E}/{MODELS[self.call.name].E}")
         return f"T={self.call.T}{sizes}" + (f" S={m.S}" if self.call.op == "block" and m.S else "")
