@@ -17,7 +17,13 @@ DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
-CHANNEL_DELTA = {"linear_num_heads": 2, "linear_head_dim": 16, "num_attention_heads": 2, "head_dim": 16}
+CHANNEL_DELTA = {
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 NEMOTRON = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 16,
@@ -39,7 +45,7 @@ class Mixer:
 
 
 MIXERS = {
-    "qwen3_next": Mixer("qwen3_next", "Qwen3NextConfig", "Qwen3NextGatedDeltaNet", DELTA_NET, 4),
+    "qwen3_next": Mixer("qwen3_next", "Qwen3NextConfig", "Qwen3NextGatedDeltaNet", DELTA_NET),
     "qwen3_5": Mixer("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeGatedDeltaNet", DELTA_NET),
     "lara_mini": Mixer("lara_mini", "LaraMiniConfig", "LaraMiniGatedDeltaNet", DELTA_NET),
     "qwen4_exp": Mixer("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpTextGatedDeltaNet", DELTA_NET),
@@ -57,9 +63,7 @@ MIXERS = {
         "BailingHybridDeltaAttention",
         CHANNEL_DELTA | {"kda_safe_gate": False},
     ),
-    "glm5_next": Mixer(
-        "glm5_next", "Glm5NextTextConfig", "Glm5NextTextLinearAttention", CHANNEL_DELTA | {"num_key_value_heads": 2}, 5
-    ),
+    "glm5_next": Mixer("glm5_next", "Glm5NextTextConfig", "Glm5NextTextLinearAttention", CHANNEL_DELTA, 5),
     "nemotron_h": Mixer("nemotron_h", "NemotronHConfig", "NemotronHMamba2Mixer", NEMOTRON),
     "granite": Mixer(
         "granitemoehybrid",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import MtpModel
 
 import checkpoints
@@ -14,13 +14,26 @@ from tiny_models import tiny_model
 from torch_moe_metal import MoeMetalConfig
 from torch_moe_metal.transformers.fusing.fused import Fused
 from torch_moe_metal.transformers.fusing.packed_modules import packed_modules
+from torch_moe_metal.transformers.versions import with_cache
 
-#: Full attention, sliding windows with sinks, and latent attention; their columns can be packed in groups of 64.
+#: Full attention, sliding windows with sinks, latent attention, and a gated delta net; their columns can be packed in
+#: groups of 64.
 SIZES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "gpt_oss": {"intermediate_size": 64, "sliding_window": 16},
     "deepseek_v3": {"moe_intermediate_size": 64},
+    "qwen3_5_moe_text": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
 }
+#: Other mixers with a recurrent state, and one without: a short convolution.
+RECURRENT = {
+    "qwen3_next": {},
+    "kimi_linear": {"tie_word_embeddings": False},
+    "bailing_hybrid": {},
+    "granitemoehybrid": {},
+    "lfm2_moe": {},
+    "nemotron_h": {},
+}
+SIZES |= RECURRENT
 TOKENS = 20
 
 
@@ -49,7 +62,7 @@ def prompt(length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", [family for family in SIZES if family not in RECURRENT])
 def test_the_same_tokens(family: str, bits: int | None):
     """A draft that is mostly wrong, one that is mostly right (the model itself), and prompt lookup."""
     model, ids = fused(family, bits), prompt(30)
@@ -62,7 +75,34 @@ def test_the_same_tokens(family: str, bits: int | None):
     assert found == want and forwards <= TOKENS / 2
 
 
-@pytest.mark.parametrize(("family", "bits"), [("qwen3_moe", 4), ("gpt_oss", None)])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_the_same_tokens_of_recurrent_models(family: str):
+    """transformers alone refuses drafts for them, since a recurrent state cannot go back."""
+    model, ids = fused(family, None), prompt(30)
+    want, _ = generate(model, ids)
+    assert generate(model, ids, prompt_lookup_num_tokens=3)[0] == want
+    assert generate(model, ids, assistant_model=fused("qwen3_moe", None, num_hidden_layers=1))[0] == want
+    found, forwards = generate(model, ids, assistant_model=fused(family, None))
+    assert found == want and forwards <= TOKENS / 2
+    torch_moe_metal.unpatch(model)
+    if type(model)._is_stateful:
+        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+            generate(model, ids, prompt_lookup_num_tokens=3)
+
+
+def test_a_cache_after_drafts():
+    """It holds the accepted tokens, and a conversation continues from it without drafts and with others."""
+    model, ids = fused("qwen3_5_moe_text", None), prompt(30)
+    want, _ = generate(model, ids)
+    longer = torch.cat([ids, torch.tensor([want])], 1)
+    more, _ = generate(model, longer)
+    for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": fused("qwen3_5_moe_text", None)}):
+        cache = DynamicCache(config=model.config)
+        assert generate(model, ids, prompt_lookup_num_tokens=3, **with_cache(cache))[0] == want
+        assert generate(model, longer, **with_cache(cache), **options)[0] == more
+
+
+@pytest.mark.parametrize(("family", "bits"), [("qwen3_moe", 4), ("qwen3_5_moe_text", None), ("gpt_oss", None)])
 def test_the_same_tokens_on_mps(mps: str, family: str, bits: int | None):
     model, ids = fused(family, bits, mps), prompt(30)
     want, _ = generate(model, ids)
