@@ -10,6 +10,7 @@ Models of Hugging Face transformers:
     MoeMetalConfig        quantise a dense checkpoint while it loads
     quantize_             quantise a model in memory
     packed_checkpoints    whether quantised checkpoints load packed
+    snapshot, restore     what a cache is now, and how it becomes that again
 
 Plain PyTorch:
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # Editors and type checkers see the specification itself: sig
     from .transformers.checkpoints.config import MoeMetalConfig
     from .transformers.checkpoints.quantize import quantize_
     from .transformers.fusing.patch import patch, unpatch
+    from .transformers.fusing.snapshots import restore, snapshot
 
 __version__ = "0.1.0"
 
@@ -72,7 +74,7 @@ hooks.install()
 if not TYPE_CHECKING:  # with it, type checkers would accept every name
 
     def __getattr__(name: str):
-        if name in ("MoeMetalConfig", "patch", "quantize_", "unpatch"):
+        if name in ("MoeMetalConfig", "patch", "quantize_", "restore", "snapshot", "unpatch"):
             from . import transformers
 
             return getattr(transformers, name)
@@ -84,5 +86,5 @@ def __dir__() -> list[str]:
 
 
 __all__ = ["MoeMetalConfig", "cpu_isa", "max_experts", "nn", "packed_checkpoints", "patch", "quantize", "quantize_"]
-__all__ += ["reference", "unpatch", "warm_up"]
+__all__ += ["reference", "restore", "snapshot", "unpatch", "warm_up"]
 __all__ += reference.__all__
