@@ -41,7 +41,7 @@ def samples() -> list[Case]:
     dtypes = [(FLOAT, None), (BFLOAT, FLOAT), (HALF, None)]
     # Sizes and options of layers that keep rows: R is the number of those here.
     rows = [{"W": 4, "R": 5, "L": 5}, {"W": 3, "R": 2, "L": 6}, {"W": 5, "R": 9, "L": 3}]
-    linear = [{"activation": "silu", "beta_scale": 2.0, "tiled": True}, FORGETTING | {"replay": 2}, SUMMING | {"replay": 1}]
+    linear = [{"beta_scale": 2.0, "tiled": True}, FORGETTING | {"replay": 2}, SUMMING | {"replay": 1}]
     cases = []
     for op in ARGUMENTS:
         keeps_rows = "kept" in ARGUMENTS[op]
