@@ -99,7 +99,7 @@ MUTANTS = {
     ),
     "rows_beyond_the_last": Mutant("zero_rows<KeyParts>(tile, lane, params);\n}", "}", "values", *INFINITE),
     "not_transposed": Mutant("transpose(tile);\n  return", "{}\n  return", "values", *LAYOUTS),
-    "state_overrun": Mutant("row + n < params.D && lane.column + c < columns", "true", "race", *cut("any rows")),
+    "state_overrun": Mutant("row + n < params.D && lane.column + c < columns", "true", "bounds", *cut("any rows")),
     "not_stored": Mutant("step == stored)", "step == stored && step < steps)", "values", *cut("four key parts")),
     # blocks
     "last_block_as_long_as_others": Mutant(
