@@ -157,7 +157,7 @@ class Worker {
     rows_ = take(input_floats());
     gate_ = take(value_);
     transposed_ = take(call.D * value_);
-    logged_ = take(logged_heads() * call.D * value_);
+    logged_ = take(logged_heads() * key_ * value_);
   }
 
   void compute(const Item& item) {
@@ -182,7 +182,7 @@ class Worker {
   int64_t logged_heads() const { return call_.L > 0 ? std::min(kHeadsAtOnce, call_.group()) : 0; }
   int64_t floats() const {
     return ChunkFactors::floats(call_.D) + 3 * block_ * (key_ + value_) + whole_vectors(block_) + input_floats() +
-           value_ + (1 + logged_heads()) * call_.D * value_;
+           value_ + (call_.D + logged_heads() * key_) * value_;
   }
   int64_t head(const Item& item, int64_t g) const { return item.j * call_.group() + g; }
 
@@ -255,7 +255,7 @@ class Worker {
   }
   HeadState logged_state_of(const Item& item, int64_t g) const {
     HeadState state = state_of(item, g);
-    state.data = logged_ + (g - item.first) * call_.D * value_;
+    state.data = logged_ + (g - item.first) * key_ * value_;
     if (state.column == 1) return {state.data, value_, 1};
     return {state.data, 1, whole_vectors(call_.D)};
   }
@@ -426,6 +426,9 @@ Tensor state_of(const LinearAttention& call) {
 
 template <class Scalar>
 void compute(const LinearAttention& call) {
+  for (const Tensor* written : {&call.state, &call.kept, &call.log}) {
+    if (written->defined()) written->mutable_data_ptr();  // a lazy clone gets its own memory
+  }
   const Parameters parameters(call);
   const std::vector<Sequence> sequences = sequences_of(call);
   const std::vector<Item> items = items_of(call, sequences);

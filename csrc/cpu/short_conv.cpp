@@ -60,6 +60,7 @@ struct Convolution {
 
 template <class Scalar>
 void compute(const ShortConv& call) {
+  if (call.kept.defined()) call.kept.mutable_data_ptr();  // a lazy clone gets its own memory
   const Convolution<Scalar> convolution{call};
   const int64_t tiles = at::divup(call.C, kChannels), block = std::min(kBlockTokens, std::max<int64_t>(call.T, 1));
   const int64_t floats = (2 + 2 * block + call.before()) * kChannels;
