@@ -1,9 +1,9 @@
 """Time to the first token of the turns of a conversation, as `chat` and `serve` compute them with their store of
 prefixes: `python tools/prefix_times.py`.
 
-The models have random weights, two layers, and the families' usual kinds of layers. The conversation has 3,000 tokens; each
-answer and question together have 60. "rewritten": the template writes each answer in another way, as those that drop
-its reasoning.
+The models have random weights, two layers, and the families' usual kinds of layers. The conversation has 3,000 tokens;
+each answer and question together have 60. "rewritten": the template writes each answer in another way, as those that
+drop its reasoning.
 """
 
 import argparse

@@ -11,6 +11,7 @@ from importlib import import_module
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.cache_utils import LinearAttentionLayer
 
 import bench_mlx
 from benchmarks import rows_of_bench
@@ -699,12 +700,15 @@ def test_whole_model_decodes_after_each_context(tiny: Model, monkeypatch, capsys
 @pytest.mark.parametrize("name", whole_model.WHOLE)
 def test_filled_cache_equals_that_of_a_prefill(name: str, monkeypatch):
     monkeypatch.setitem(MODELS, name, MODELS[name].reduced(E=8, K=2, H=64, I=64))
-    model = whole_model.random_model(name, 2, "cpu")
+    model = whole_model.random_model(name, 4, "cpu")
     model.config.sliding_window = 16
     cache = whole_model.filled_cache(model, 40)
     read = cache_of(model(torch.zeros(1, 40, dtype=torch.long), use_cache=True))
     for filled, layer in zip(cache.layers, read.layers, strict=True):
-        assert type(filled) is type(layer) and filled.get_seq_length() == layer.get_seq_length() == 40
+        assert type(filled) is type(layer)
+        if isinstance(layer, LinearAttentionLayer):
+            continue
+        assert filled.get_seq_length() == layer.get_seq_length() == 40
         for a, b in ((filled.keys, layer.keys), (filled.values, layer.values)):
             assert a.shape == b.shape and a.dtype == b.dtype
 

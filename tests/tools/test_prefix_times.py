@@ -1,6 +1,7 @@
 """tools/prefix_times.py, with a tiny model."""
 
 import pytest
+
 import prefix_times
 
 

@@ -133,7 +133,7 @@ class Prefixes:
     def note_step(self, prefix: Prefix, ids: list[int]) -> None:
         """A snapshot of a long prompt, if its last one is STEP tokens ago. Called before each forward."""
         length = prefix.cache.get_seq_length() if self.needs_cuts else 0
-        if STEP <= length - max(prefix.snapshots, default=0) and length < len(ids):
+        if length - max(prefix.snapshots, default=0) >= STEP and length < len(ids):
             prefix.note(ids[:length])
 
     def give(self, prefix: Prefix) -> None:

@@ -203,10 +203,10 @@ def put_back_states(layer: LinearAttentionLayer, kept: Kept) -> None:
         layer.forget()
     half = len(kept.copies) // 2
     for states, copies in ((layer.conv_states, kept.copies[:half]), (layer.recurrent_states, kept.copies[half:])):
-        for i, copy in enumerate(copies):
+        for i, state in enumerate(copies):
             if isinstance(layer, GrowingLinearLayer):
-                states[i] = None if copy is None else copy.clone()
-            elif copy is not None:
-                states[i].copy_(copy)
+                states[i] = None if state is None else state.clone()
+            elif state is not None:
+                states[i].copy_(state)
     for i in layer.has_previous_state:
         layer.has_previous_state[i] = True
