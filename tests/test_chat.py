@@ -91,8 +91,8 @@ def test_only_new_tokens_are_computed(model, lengths: list[int]):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_that_rewrites_answers(family: str):
-    """The cache is cropped where the new prompt differs. Windows and states that cannot be cropped go back to the end of
-    the user's last message."""
+    """The cache is cropped where the new prompt differs. Windows and states, which cannot be cropped, go back to the end
+    of the user's last message."""
     talk = conversation(model_of(family), template=FORGETS)
     before = None
     for text in ("hello, this is longer than a window", "and then?", "go on", "x"):
