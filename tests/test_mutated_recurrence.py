@@ -127,9 +127,7 @@ MUTANTS = {
     "replay_without_decay": Mutant(
         "  decay_state<KeyParts>(tile, token, decay, lane, params);\n", "", "values", *replayed("eight key parts")
     ),
-    "log_from_the_wrong_row": Mutant(
-        "int(replay + step - stored)", "int(step - stored)", "race", *replayed("any rows")
-    ),
+    "log_from_the_wrong_row": Mutant("? replay + step - stored", "? step - stored", "race", *replayed("any rows")),
     "log_of_both_heads": Mutant("if (work.has_key_head) to[", "if (true) to[", "race", *replayed("eight key parts")),
     "decays_of_the_first_head": Mutant(
         "log_decays(params) + ulong(work.head) *",
