@@ -105,6 +105,7 @@ TINY_CONFIG = SimpleNamespace(
     enable_moe_fp32_combine=False,
     swiglu_alpha=1.702,
     swiglu_limit=1.0,
+    use_expert_bias=True,
     _experts_implementation="eager",
 )
 
