@@ -91,7 +91,7 @@ def test_only_new_tokens_are_computed(model, lengths: list[int]):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_that_rewrites_answers(family: str):
-    """The cache is cropped where the new prompt differs. Windows and states, which cannot be cropped, go back to the end
+    """The cache is cropped where the new prompt differs. Windows and states cannot be cropped: they go back to the end
     of the user's last message."""
     talk = conversation(model_of(family), template=FORGETS)
     before = None
