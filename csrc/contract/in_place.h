@@ -49,8 +49,8 @@ inline bool overlaps_itself(const Tensor& tensor) {
 
 inline void check_own_memory(const Arguments& args, const char* name, const Tensor& target) {
   TORCH_CHECK(!overlaps_itself(target), args.prefix(name),
-              "expected a tensor whose elements have memory of their own, got one in which some share theirs; pass ", name,
-              ".clone()");
+              "expected a tensor whose elements have memory of their own, got one in which some share theirs; pass ",
+              name, ".clone()");
 }
 
 inline void check_apart(const Arguments& args, const char* name, const Tensor& target, const Tensor& other) {

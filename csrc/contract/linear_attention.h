@@ -63,11 +63,13 @@ inline Tensor check_norm_weight(const Arguments& args, const OptionalTensor& wei
   return *weight;
 }
 
-inline LinearAttentionOptions check_linear_attention_options(
-    const Arguments& args, std::string_view rule, std::string_view decay_kind, double lower_bound, double step_min,
-    std::optional<double> step_max, double beta_scale, std::optional<double> scale, std::optional<double> qk_eps,
-    std::string_view activation, std::string_view order, std::string_view gate_activation, bool gate_first, bool tiled,
-    double eps) {
+inline LinearAttentionOptions check_linear_attention_options(const Arguments& args, std::string_view rule,
+                                                             std::string_view decay_kind, double lower_bound,
+                                                             double step_min, std::optional<double> step_max,
+                                                             double beta_scale, std::optional<double> scale,
+                                                             std::optional<double> qk_eps, std::string_view activation,
+                                                             std::string_view order, std::string_view gate_activation,
+                                                             bool gate_first, bool tiled, double eps) {
   LinearAttentionOptions options;
   options.rule = args.one_of<Rule>("rule", rule);
   options.decay_kind = args.one_of<DecayKind>("decay_kind", decay_kind);
@@ -77,8 +79,8 @@ inline LinearAttentionOptions check_linear_attention_options(
   TORCH_CHECK(lower_bound <= 0, args.prefix("lower_bound"), "expected a number <= 0, got ", lower_bound);
   options.step_min = args.finite("step_min", step_min);
   options.step_max = step_max ? args.finite("step_max", *step_max) : std::numeric_limits<float>::infinity();
-  TORCH_CHECK(options.step_min <= options.step_max, args.prefix("step_max"), "expected a number >= step_min = ",
-              step_min, ", got ", options.step_max);
+  TORCH_CHECK(options.step_min <= options.step_max, args.prefix("step_max"),
+              "expected a number >= step_min = ", step_min, ", got ", options.step_max);
   options.beta_scale = args.finite("beta_scale", beta_scale);
   options.scale = args.finite("scale", scale.value_or(1 / std::sqrt(static_cast<double>(args['D']))));
   options.qk_eps = qk_eps ? args.not_negative("qk_eps", *qk_eps) : -1;
@@ -116,10 +118,9 @@ inline void check_written(const Arguments& args, const LinearAttention& call) {
   const auto written = {std::pair("state", &call.state), {"kept", &call.kept}, {"log", &call.log}};
   for (const auto& [name, tensor] : written) {
     if (!tensor->defined()) continue;
-    for (const Tensor* other :
-         {&call.q, &call.k, &call.v, &call.decay, &call.beta, &call.gate, &call.log_rate, &call.decay_bias,
-          &call.norm_weight, &call.skip, &call.conv_weight, &call.conv_bias, &call.past, &call.mask, &call.offsets,
-          &call.state, &call.kept, &call.log}) {
+    for (const Tensor* other : {&call.q, &call.k, &call.v, &call.decay, &call.beta, &call.gate, &call.log_rate,
+                                &call.decay_bias, &call.norm_weight, &call.skip, &call.conv_weight, &call.conv_bias,
+                                &call.past, &call.mask, &call.offsets, &call.state, &call.kept, &call.log}) {
       if (other != tensor && other->defined()) check_apart(args, name, *tensor, *other);
     }
     check_own_memory(args, name, *tensor);
@@ -127,8 +128,8 @@ inline void check_written(const Arguments& args, const LinearAttention& call) {
 }
 
 // Sequences, and the state and log of each.
-inline void check_states(Arguments& args, LinearAttention& call, const OptionalTensor& state,
-                         const OptionalTensor& log, int64_t replay) {
+inline void check_states(Arguments& args, LinearAttention& call, const OptionalTensor& state, const OptionalTensor& log,
+                         int64_t replay) {
   call.S = call.offsets.defined() ? args['S'] : call.B;
   call.state = args.float32("state", state, call.offsets.defined() ? "SADV" : "BADV");
   TORCH_CHECK(replay >= 0, args.prefix("replay"), "expected a number >= 0, got ", replay);
@@ -194,9 +195,9 @@ inline LinearAttention check_linear_attention_(
   const bool by_group = v.defined() && v.dim() == 5;
   const char* heads = by_group ? "BTJQ" : "BTA";
   check_heads(args, call, q, k, v, by_group);
-  call.options = check_linear_attention_options(args, rule, decay_kind, lower_bound, step_min, step_max, beta_scale,
-                                                scale, qk_eps, activation, order, gate_activation, gate_first, tiled,
-                                                eps);
+  call.options =
+      check_linear_attention_options(args, rule, decay_kind, lower_bound, step_min, step_max, beta_scale, scale, qk_eps,
+                                     activation, order, gate_activation, gate_first, tiled, eps);
   const bool sum = call.options.rule == Rule::sum;
   const bool by_channel = !sum && decay.defined() && decay.dim() == (by_group ? 5 : 4);
   call.decay = args.parameter("decay", decay, by_channel ? (by_group ? "BTJQD" : "BTAD") : heads);

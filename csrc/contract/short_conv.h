@@ -48,8 +48,7 @@ inline ShortConv check_short_conv_(const Tensor& x, const Tensor& weight, const 
   call.activation = args.one_of<Pointwise>("activation", activation);
   if (call.kept.defined()) {
     check_own_memory(args, "kept", call.kept);
-    for (const Tensor* other :
-         {&call.x, &call.weight, &call.bias, &call.input_gate, &call.output_gate, &call.past}) {
+    for (const Tensor* other : {&call.x, &call.weight, &call.bias, &call.input_gate, &call.output_gate, &call.past}) {
       if (other->defined()) check_apart(args, "kept", call.kept, *other);
     }
   }

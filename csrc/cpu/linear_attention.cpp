@@ -1,6 +1,6 @@
 // The op linear_attention_. A thread computes a key head of a sequence with some of its value heads, in blocks of
-// tokens: convolution, norms and gates of a block, then the recurrence, then the gated norm. linear_attention/ has these
-// parts.
+// tokens: convolution, norms and gates of a block, then the recurrence, then the gated norm. linear_attention/ has
+// these parts.
 #include "cpu/linear_attention/convolution.h"
 #include "cpu/linear_attention/gates.h"
 #include "cpu/linear_attention/recurrence.h"
@@ -205,8 +205,8 @@ class Worker {
     }
     const Tensor& past = call_.past;
     if (!past.defined()) return static_cast<void>(std::fill_n(to, part.count, 0.f));
-    const Scalar* from = elements<Scalar>(past) + sequence.index * past.stride(0) +
-                         (call_.W - 1 + t) * past.stride(1) + part.first * past.stride(2);
+    const Scalar* from = elements<Scalar>(past) + sequence.index * past.stride(0) + (call_.W - 1 + t) * past.stride(1) +
+                         part.first * past.stride(2);
     read_floats(from, past.stride(2), part.count, to);
   }
 
@@ -238,9 +238,8 @@ class Worker {
     const float eps = call_.options.qk_eps;
     const auto scale = [&](float* row, float factor) {
       if (eps >= 0) factor = factor * (1 / std::sqrt(sum_of_squares(row, call_.D) + eps));
-      for_each_vector(call_.D, [&](int64_t d, auto count) {
-        store(row + d, load(row + d, count) * Vec(factor), count);
-      });
+      for_each_vector(call_.D,
+                      [&](int64_t d, auto count) { store(row + d, load(row + d, count) * Vec(factor), count); });
     };
     for (int64_t i = 0; i < n; ++i) {
       scale(tokens_.q + i * key_, call_.options.scale);
@@ -249,8 +248,8 @@ class Worker {
   }
 
   HeadState state_of(const Item& item, int64_t g) const {
-    float* data = state_.mutable_data_ptr<float>() + item.sequence.index * state_.stride(0) +
-                  head(item, g) * state_.stride(1);
+    float* data =
+        state_.mutable_data_ptr<float>() + item.sequence.index * state_.stride(0) + head(item, g) * state_.stride(1);
     return {data, state_.stride(2), state_.stride(3)};
   }
   HeadState logged_state_of(const Item& item, int64_t g) const {
@@ -277,9 +276,8 @@ class Worker {
     for (int64_t r = 0; r < call_.replay; ++r) {
       const float* row = log_row(item, r);
       const int64_t step = call_.log.stride(2);
-      for_log_parts(item, g, tokens_, [&](int64_t first, int64_t count, float* to) {
-        read_floats(row + first * step, step, count, to);
-      });
+      for_log_parts(item, g, tokens_,
+                    [&](int64_t first, int64_t count, float* to) { read_floats(row + first * step, step, count, to); });
       if (!call_.decays_channels()) std::fill_n(tokens_.a, call_.D, tokens_.a[0]);
       replay_token(state_of(item, g), tokens_);
     }
@@ -328,8 +326,8 @@ class Worker {
     }
     if (call_.gate.defined()) {
       const Tensor& gate = call_.gate;
-      const Scalar* from = elements<Scalar>(gate) + b * gate.stride(0) + at * gate.stride(1) +
-                           item.j * gate.stride(2) + g * gate.stride(3);
+      const Scalar* from = elements<Scalar>(gate) + b * gate.stride(0) + at * gate.stride(1) + item.j * gate.stride(2) +
+                           g * gate.stride(3);
       read_floats(from, gate.stride(4), V, gate_);
       for_each_vector(V, [&](int64_t v, auto count) {
         store(gate_ + v, pointwise(options.gate_activation, load(gate_ + v, count)), count);
@@ -349,9 +347,8 @@ class Worker {
   const float* late_gate() const { return call_.gate.defined() && !call_.options.gate_first ? gate_ : nullptr; }
 
   static void multiply(float* row, const float* factors, int64_t n) {
-    for_each_vector(n, [&](int64_t i, auto count) {
-      store(row + i, load(row + i, count) * load(factors + i, count), count);
-    });
+    for_each_vector(
+        n, [&](int64_t i, auto count) { store(row + i, load(row + i, count) * load(factors + i, count), count); });
   }
   static void write_normed(const float* row, int64_t n, const float* weight, float scale, const float* gate,
                            Scalar* to) {

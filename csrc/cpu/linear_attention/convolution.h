@@ -2,9 +2,9 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include "common.h"
 #include "cpu/vector/rows.h"
 #include "cpu/vector/sigmoid.h"
-#include "common.h"
 
 namespace moe_metal {
 

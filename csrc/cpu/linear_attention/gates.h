@@ -34,9 +34,7 @@ struct Gates {
   Tensor log_rate, bias;  // float32 or undefined
   int64_t length;         // of a row of factors
 
-  float rate(int64_t head) const {
-    return log_rate.defined() ? std::exp(elements<float>(log_rate)[head]) : 1;
-  }
+  float rate(int64_t head) const { return log_rate.defined() ? std::exp(elements<float>(log_rate)[head]) : 1; }
 
   // The factors [n, length] and the weights of values [n] of n tokens of a sequence, for value head `j`, `g`.
   void compute(int64_t b, int64_t t, int64_t n, int64_t j, int64_t g, float* factors, float* weights) const {

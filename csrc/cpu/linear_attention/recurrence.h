@@ -13,8 +13,8 @@
 // L[i][j] and M[i][j] are the products of k[i] or q[i] with k[j], times the decays in between. Decays are only
 // multiplied: differences of logarithms lose all digits after a decay of exp(-1e5).
 #pragma once
-#include "cpu/vector/vec.h"
 #include "common.h"
+#include "cpu/vector/vec.h"
 
 namespace moe_metal {
 
@@ -44,14 +44,15 @@ struct HeadTokens {
 
 inline float dot(const float* a, const float* b, int64_t n) {
   Vec total(0);
-  for_each_vector(n, [&](int64_t i, auto count) { total = at::vec::fmadd(load(a + i, count), load(b + i, count), total); });
+  for_each_vector(
+      n, [&](int64_t i, auto count) { total = at::vec::fmadd(load(a + i, count), load(b + i, count), total); });
   return sum(total);
 }
 
 // ---------------------------------------------------------------------------------------------- one token
 
-// S = a * S + outer(k, u), for N vectors of columns. These are loops because GCC 12 keeps arrays of vectors in memory if
-// unrolled<>() is used.
+// S = a * S + outer(k, u), for N vectors of columns. These are loops because GCC 12 keeps arrays of vectors in memory
+// if unrolled<>() is used.
 template <int N, class Count>
 inline void update_columns(const HeadState& state, const HeadTokens& token, int64_t first, const Vec (&u)[N],
                            Count count) {
@@ -98,7 +99,8 @@ template <class Body>
 inline void for_each_column_tile(int64_t V, Body&& body) {
   constexpr int kTile = kVectorRegisters / 4;
   int64_t first = 0;
-  for (; first + kTile * kLanes <= V; first += kTile * kLanes) body(std::integral_constant<int, kTile>(), first, Whole());
+  for (; first + kTile * kLanes <= V; first += kTile * kLanes)
+    body(std::integral_constant<int, kTile>(), first, Whole());
   for (; first + kLanes <= V; first += kLanes) body(std::integral_constant<int, 1>(), first, Whole());
   if (first < V) body(std::integral_constant<int, 1>(), first, V - first);
 }
@@ -156,7 +158,7 @@ struct ChunkFactors {
   // In the order in which they are read: for each row of the state K' and Q' of all tokens, or K" and then g.
   static constexpr int kReads = 2 * kChunkTokens, kWrites = (kChunkTokens + kLanes) / kLanes * kLanes;
   static constexpr int kReadRows = (kReads + kLanes - 1) / kLanes * kLanes;
-  float *reads, *writes;  // [whole_vectors(D), kReadRows] and [whole_vectors(D), kWrites]
+  float *reads, *writes;                // [whole_vectors(D), kReadRows] and [whole_vectors(D), kWrites]
   float L[kChunkTokens][kChunkTokens];  // negated
   float M[kChunkTokens][kChunkTokens];
 
@@ -248,9 +250,7 @@ inline void chunk_columns(const HeadState& state, const HeadTokens& tokens, cons
       MOE_METAL_UNROLL for (int j = 0; j < i; ++j) value = at::vec::fmadd(Vec(factors.L[i][j]), u[j], value);
     }
     u[i] = value * Vec(tokens.b[i]);
-    MOE_METAL_UNROLL for (int j = 0; j <= i; ++j) {
-      output[i] = at::vec::fmadd(Vec(factors.M[i][j]), u[j], output[i]);
-    }
+    MOE_METAL_UNROLL for (int j = 0; j <= i; ++j) { output[i] = at::vec::fmadd(Vec(factors.M[i][j]), u[j], output[i]); }
     store(tokens.o + i * length + first, output[i], count);
   }
   for (int64_t d = 0; d < D; ++d) {
