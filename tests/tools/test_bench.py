@@ -35,6 +35,7 @@ from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS, Model, c
 from torch_moe_metal.commands.bench.random_weights import FORMATS
 from torch_moe_metal.commands.bench.report import OURS_DENSE, Result
 from torch_moe_metal.commands.command_line import main
+from torch_moe_metal.commands.common import devices
 from torch_moe_metal.commands.common.cli import CannotRun
 from torch_moe_metal.commands.common.progress import Progress
 from torch_moe_metal.transformers.versions import cache_of
@@ -369,7 +370,7 @@ def test_fewer_experts_are_reported(tiny, monkeypatch, capsys):
 
 
 def test_free_memory():
-    assert 64 << 20 < measure.free_memory("cpu") < 1 << 50
+    assert 64 << 20 < devices.free_memory("cpu") < 1 << 50
 
 
 # ------------------------------------------------------------------------------------------------ measuring

@@ -10,9 +10,10 @@ from .. import cpu_isa, reference
 from .bench import whole_model
 from .bench.block import Block, expert_bytes, plain, transformers
 from .bench.calls import RandomTensors
-from .bench.measure import free_memory, seconds_each
+from .bench.measure import seconds_each
 from .bench.model_sizes import DEFAULT, MODELS
 from .common.cli import has_transformers
+from .common.devices import free_memory
 from .common.loading import weights_gb
 from .common.progress import Progress
 

@@ -29,11 +29,11 @@ from .bench import dtype
 from .bench.block import Block, fitted
 from .bench.calls import Call, RandomTensors, inputs
 from .bench.device_bench import in_turn
-from .bench.measure import free_memory, machine, rounds_each
+from .bench.measure import machine, rounds_each
 from .bench.model_sizes import DEFAULT, MODELS, Model, of_config
 from .bench.random_weights import FORMATS
 from .common.cli import CannotRun
-from .common.devices import check_device
+from .common.devices import check_device, free_memory
 from .comparison import Comparison, compare
 
 # ------------------------------------------------------------------------------------------------ the settings

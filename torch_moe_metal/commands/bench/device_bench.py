@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import gpu_settings
 from ...arguments import DTYPES
 from ..common.cli import has_transformers
-from ..common.devices import check_device
+from ..common.devices import check_device, free_memory
 from .baselines import baselines, int4pack, linear, too_large
 from .block import Block, Implementation, expert_bytes, fitted, plain, transformers
 from .calls import (
@@ -32,7 +32,7 @@ from .calls import (
     wanted_ops,
 )
 from .linear_attention import as_in_transformers
-from .measure import Limits, free_memory, seconds_each, synchronize
+from .measure import Limits, seconds_each, synchronize
 from .model_sizes import DEFAULT, MODELS
 from .random_weights import dequantized
 from .report import OURS_DENSE, Result

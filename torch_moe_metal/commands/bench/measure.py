@@ -1,4 +1,4 @@
-"""Times, the memory bandwidth of the machine, and its free memory."""
+"""Times, the memory bandwidth of the machine, and what is recorded with them."""
 
 import ctypes
 import os
@@ -135,29 +135,6 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_max = -1, -4  # malloc.h
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))
-
-
-def free_memory(device: str) -> int:
-    """Bytes that can safely be allocated on the device."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    free = free_host_memory()
-    if device == "mps" and torch.backends.mps.is_built():  # part of the host's memory, limited by Metal
-        free = min(free, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    return free
-
-
-def free_host_memory() -> int:
-    """Seven eighths of the available memory on Linux, within the container's limit; elsewhere three quarters of all."""
-    info = Path("/proc/meminfo")
-    if not info.exists():
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
-    (free,) = (int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int((group / "memory.current").read_text()))
-    return free * 7 // 8
 
 
 # ------------------------------------------------------------------------------------------------ the machine

@@ -1,7 +1,9 @@
-"""The devices of this machine, and why the ops cannot run on one of them."""
+"""The devices of this machine, why the ops cannot run on one of them, and their free memory."""
 
+import os
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -60,3 +62,26 @@ def devices() -> Iterator[tuple[str, str | None]]:
         yield "mps", problem
     else:
         yield "mps", None
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can safely be allocated on the device."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    free = free_host_memory()
+    if device == "mps" and torch.backends.mps.is_built():  # part of the host's memory, limited by Metal
+        free = min(free, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return free
+
+
+def free_host_memory() -> int:
+    """Seven eighths of the available memory on Linux, within the container's limit; elsewhere three quarters of all."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
+    (free,) = (int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int((group / "memory.current").read_text()))
+    return free * 7 // 8

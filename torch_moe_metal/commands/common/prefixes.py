@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ...transformers.fusing.snapshots import Snapshot, can_crop, fork, restore, snapshot, tensors_of
-from ..bench.measure import free_memory
+from .devices import free_memory
 
 STEP = 2048  # tokens of a prompt between two snapshots
 MOST = 12  # snapshots of a conversation
