@@ -17,6 +17,8 @@ GREEDY = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_
 #: Models that transformers' paged cache does not support, and its error. The first three raise before anything runs.
 NOT_PAGED = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text", "jamba", "kimi_linear", "bailing_hybrid"), "linear_attention"),
+    **dict.fromkeys(("granitemoehybrid", "lara_mini"), "linear_attention"),
+    "lfm2_moe": "conv",
     "llama4_text": "chunked_attention",
     "unlimited_ocr": "reference_sliding_attention",
     **dict.fromkeys(
