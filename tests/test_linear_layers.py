@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache
+from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 from transformers.cache_utils import LinearAttentionLayer
 
 import torch_moe_metal
@@ -19,10 +19,8 @@ from torch_moe_metal.transformers.fusing.linear_cache import GrowingLinearLayer
 from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 BOUND = 2e-5  # of the largest
-MODELS = [
-    *("qwen3_next", "qwen3_5_moe_text", "lara_mini", "kimi_linear", "bailing_hybrid", "granitemoehybrid"),
-    *("lfm2_moe", "nemotron_h"),
-]
+FAMILIES = ("qwen3_next", "qwen3_5_moe_text", "lara_mini", "kimi_linear", "bailing_hybrid", "granitemoehybrid")
+MODELS = [family for family in (*FAMILIES, "lfm2_moe", "nemotron_h") if family in CONFIG_MAPPING]
 #: transformers limits the steps of Mamba 2 in prompts only, so that its own tokens depend on how they are computed.
 NOT_BY_LENGTH = ("nemotron_h",)
 

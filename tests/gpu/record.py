@@ -34,6 +34,7 @@ from torch_moe_metal import gpu_settings  # noqa: E402
 from torch_moe_metal.arguments import ARGUMENTS  # noqa: E402
 from torch_moe_metal.commands import tune  # noqa: E402
 from torch_moe_metal.commands.bench.calls import Call, choices, halves, joined_heads, tokens_of  # noqa: E402
+from torch_moe_metal.commands.bench.linear_attention import of_projections  # noqa: E402
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS  # noqa: E402
 from torch_moe_metal.extension import format_tables  # noqa: E402
 
@@ -110,9 +111,11 @@ def empties(row: Call) -> dict[str, Tensor]:
             return halves(row, torch.empty(row.size("TG"), dtype=row.dtype, device="mps"))
         if row.op == "rope":
             return joined_heads(row, partial(torch.empty, dtype=row.dtype, device="mps"))
-        return {
+        found = of_projections(row, partial(torch.empty, dtype=row.dtype, device="mps")) if row.layer else {}
+        return found | {
             name: torch.empty(row.size(letters), dtype=row.dtype_of(name), device="mps")
             for name, letters in row.shapes.items()
+            if name not in found
         }
 
 
