@@ -46,8 +46,7 @@ def reused_and_answer(store: Prefixes, model, ids: list[int], cuts=()) -> tuple[
         generate(model, beginning, 1, **with_cache(prefix.cache))
         prefix.note(beginning)
     output = generate(model, ids, ANSWER, **with_cache(prefix.cache))
-    prefix.note(output[: prefix.cache.get_seq_length()])
-    store.give(prefix)
+    store.give(prefix, output)
     return reused, output[len(ids) :]
 
 
@@ -137,6 +136,28 @@ def test_a_conversation_keeps_few_snapshots():
     reused_and_answer(store, model, ids, range(5, 90, 5))
     kept = list(store.entries[0].snapshots)
     assert len(kept) == prefixes.MOST and kept[0] == 5 and kept[-3:] == [80, 85, 94]
+
+
+def test_a_token_that_was_not_returned_leaves_the_cache(model):
+    """On mps `generate` is a token ahead when an answer is cancelled."""
+    rng, store = random.Random(5), Prefixes(model, GIGABYTE)
+    ids = drawn(rng, 60)
+    prefix = store.take(ids)
+    for beginning in store.before(prefix, ids, [50]):
+        generate(model, beginning, 1, **with_cache(prefix.cache))
+        prefix.note(beginning)
+    output = generate(model, ids, ANSWER, **with_cache(prefix.cache))
+    store.give(prefix, output[: prefix.cache.get_seq_length() - 1])
+    assert store.entries[0].cache.get_seq_length() == len(store.entries[0].ids) >= 50
+    ids = output[:63] + drawn(rng, 9)
+    reused, answer = reused_and_answer(store, model, ids, [50])
+    assert reused >= 50 and answer == generate(model, ids, ANSWER)[len(ids) :]
+
+
+def test_a_model_that_cannot_continue_a_prompt_is_computed_again():
+    """Jamba's mixers lose their state between two parts of a prompt."""
+    store = Prefixes(tiny_model("jamba"), GIGABYTE)
+    assert not store.works and not store.continues
 
 
 def test_a_model_with_a_cache_of_its_own_is_computed_again():

@@ -16,8 +16,9 @@ import torch_moe_metal
 from test_serve import HELLO, LONG, chat, client, collect, text_of
 from tiny_models import FAMILIES, tiny_model, tokens
 from torch_moe_metal.commands.common.loading import Source
+from torch_moe_metal.commands.common.prefixes import can_compute_in_pieces
 from torch_moe_metal.commands.serve import generation
-from torch_moe_metal.commands.serve.turns import Turns, can_compute_in_pieces, with_turns
+from torch_moe_metal.commands.serve.turns import Turns, with_turns
 
 PIECE = 16
 WORDS = [{"role": "user", "content": "word " * 60}]

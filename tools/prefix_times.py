@@ -63,8 +63,7 @@ def times(family: str, rewritten: bool) -> list[tuple[float, int, int]]:
             generate(beginning, prefix.cache, 1, None)
             prefix.note(beginning)
         output = generate(ids, prefix.cache, ANSWER, streamer)
-        prefix.note(output[: prefix.cache.get_seq_length()])
-        store.give(prefix)
+        store.give(prefix, output)
         found.append((streamer.seconds, reused, len(ids)))
         answer = output[: len(ids) - 3] + output[len(ids) :] if rewritten else output
         ids = answer + torch.randint(2, 80, (QUESTION,)).tolist()

@@ -174,9 +174,7 @@ class Chat:
                 stopping_criteria=[stop],
                 **self.sampling,
             )
-        if prefix.cache is not None:  # the last token has no keys yet
-            prefix.note(output[: prefix.cache.get_seq_length()])
-            self.prefixes.give(prefix)
+        self.prefixes.give(prefix, output)
         why = self.ending(output[-1], len(output) - len(ids), room, stop.wanted)
         say(f"[{answer}{why}]")
         return answer

@@ -23,6 +23,7 @@ MOST = 12  # snapshots of a conversation
 SHORTEST = 16  # a shorter common beginning of two conversations is computed again
 #: A conversation goes on from the end of its last prompt, without the beginning of an answer, which has fewer tokens.
 BEGINNING = 32
+UNKNOWN = -1  # a token that is in the cache, and that nothing has returned
 
 
 @dataclass(eq=False)
@@ -92,7 +93,8 @@ class Prefixes:
         self.lock = threading.Lock()
         # A cache of the model's own class is not known here.
         usual = model._supports_default_dynamic_cache() and model.generation_config.cache_implementation is None
-        self.works = usual and self.limit > 0 and self.can_go_back()
+        self.continues = can_compute_in_pieces(model)
+        self.works = usual and self.limit > 0 and self.continues and self.can_go_back()
         self.needs_cuts = self.works and not self.new().crops
 
     def can_go_back(self) -> bool:
@@ -136,9 +138,21 @@ class Prefixes:
         if length - max(prefix.snapshots, default=0) >= STEP and length < len(ids):
             prefix.note(ids[:length])
 
-    def give(self, prefix: Prefix) -> None:
-        """Keep a prefix for later requests. Those that have been unused for the longest time leave the store."""
-        if prefix.cache is None or not prefix.ids:
+    def give(self, prefix: Prefix, tokens: list[int]) -> None:
+        """Keep a prefix for later requests. `tokens` are those of the prompt and of the answer so far. The prefixes that
+        have been unused for the longest time leave the store."""
+        if prefix.cache is None:
+            return
+        length = prefix.cache.get_seq_length()
+        if length <= len(tokens):
+            prefix.note(tokens[:length])
+        else:  # on mps `generate` computes a token before it returns the one before, and does not after a cancellation
+            prefix.ids = tokens + [UNKNOWN] * (length - len(tokens))
+            known = prefix.reach(tokens)
+            if not known:
+                return
+            prefix.go_back(known)
+        if not prefix.ids:
             return
         with self.lock:
             self.entries = [entry for entry in self.entries if not contains(prefix, entry)] + [prefix]
@@ -176,3 +190,18 @@ def cuts(messages: list[dict], ids: list[int], encode: Callable[..., list[int]])
         except Exception:  # of the template, which may raise anything
             continue
     return found
+
+
+@torch.no_grad()
+def can_compute_in_pieces(model: torch.nn.Module) -> bool:
+    """Whether a prompt has the same logits when it is computed in two pieces. Jamba's mixers lose their state between
+    them, and MiniMax's cache exists only after the first forward."""
+    ids = torch.arange(2, 10, device=model.device)[None]
+    options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options |= {"attention_mask": torch.ones_like(ids)}
+    whole = model.generate(ids, **options).logits[0]
+    try:
+        pieces = model.generate(ids, **options, prefill_chunk_size=5).logits[0]
+    except Exception:  # transformers has several
+        return False
+    return bool((whole - pieces).abs().max() < 0.1 * whole.abs().max())

@@ -33,12 +33,12 @@ from transformers.generation.continuous_batching.utils import drain_queue
 
 from ...transformers.versions import with_cache
 from ..common.cli import UNSAMPLED, CannotRun, Waits
-from ..common.prefixes import Prefix, Prefixes
+from ..common.prefixes import Prefixes
 from .parsing import LenientParser
 from .recovery import survive
 from .sampling import GREEDY, SHARED, Penalising, Penalties, install, sampling
 from .stopping import StopFilter, cut
-from .turns import Turns, can_compute_in_pieces, with_turns
+from .turns import Turns, with_turns
 
 logger = logging.getLogger("uvicorn.error")
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
@@ -214,7 +214,7 @@ class InTurns(Answers, GenerateManager):
         self.model, self.context, self.turns = model, context, Turns(model.device)
         self.prefixes = Prefixes(model, prefix_memory)
         self.threads = ThreadPoolExecutor(parallel, "generate")
-        self.piece = PIECE if can_compute_in_pieces(model) else None
+        self.piece = PIECE if self.prefixes.continues else None
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         self.limit(inputs, gen_config)
@@ -261,13 +261,9 @@ class InTurns(Answers, GenerateManager):
                     prefix.note(beginning)
                 own.generate(**tensors, **cached, **arguments)
             except _GenerationCancelled:  # between two forwards, so the cache is whole
-                keep(prefix)
+                self.prefixes.give(prefix, ids + streamer.ids)
                 raise
-            keep(prefix)
-
-        def keep(prefix: Prefix) -> None:
-            prefix.note((ids + streamer.ids)[: prefix.cache.get_seq_length()])
-            self.prefixes.give(prefix)
+            self.prefixes.give(prefix, ids + streamer.ids)
 
         def run() -> None:
             try:

@@ -68,18 +68,3 @@ def with_turns(model: torch.nn.Module, before_forward: Callable[[], None]) -> to
 
     view.prepare_inputs_for_generation = prepare_inputs
     return view
-
-
-@torch.no_grad()
-def can_compute_in_pieces(model: torch.nn.Module) -> bool:
-    """Whether a prompt has the same logits when it is computed in two pieces. Jamba's mixers lose their state between
-    them, and MiniMax's cache exists only after the first forward."""
-    ids = torch.arange(2, 10, device=model.device)[None]
-    options = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    options |= {"attention_mask": torch.ones_like(ids)}
-    whole = model.generate(ids, **options).logits[0]
-    try:
-        pieces = model.generate(ids, **options, prefill_chunk_size=5).logits[0]
-    except Exception:  # transformers has several
-        return False
-    return bool((whole - pieces).abs().max() < 0.1 * whole.abs().max())
