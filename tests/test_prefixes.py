@@ -102,6 +102,18 @@ def test_any_prompts(model, limit: float):
     assert total == 0 if limit < 1 else total > 0
 
 
+def test_images_of_another_prompt_do_not_move_positions():
+    """transformers keeps the distance between tokens and positions in the model."""
+    model = tiny_model("qwen3_vl_moe")
+    rng, store = random.Random(6), Prefixes(model, GIGABYTE)
+    ids = drawn(rng, 40)
+    _, answer = reused_and_answer(store, model, ids)
+    ids += answer + drawn(rng, 9)
+    model.model.rope_deltas = torch.tensor([[-30]])
+    reused, answer = reused_and_answer(store, model, ids)
+    assert reused > 40 and answer == generate(model, ids, ANSWER)[len(ids) :]
+
+
 def test_entries_leave_in_the_order_of_their_use():
     model = tiny_model("qwen3_moe")
     rng, store = random.Random(2), Prefixes(model, GIGABYTE)

@@ -91,6 +91,7 @@ class Prefixes:
         self.limit = free_memory(model.device.type) / 4 if limit is None else limit
         self.entries: list[Prefix] = []  # the one that was used last is the last one
         self.lock = threading.Lock()
+        self.with_images = [module for module in model.modules() if "rope_deltas" in vars(module)]
         # A cache of the model's own class is not known here.
         usual = model._supports_default_dynamic_cache() and model.generation_config.cache_implementation is None
         self.continues = can_compute_in_pieces(model)
@@ -114,6 +115,8 @@ class Prefixes:
         """What there is of a prompt's beginning, without its last token, which is computed for its logits. It is the
         caller's until `give`."""
         ids = ids[:-1]
+        for module in self.with_images:
+            module.rope_deltas = None  # of the last prompt's images: transformers would add it to these positions
         with self.lock:
             best = max(self.entries, key=lambda entry: entry.reach(ids), default=None)
             length = 0 if best is None else best.reach(ids)
@@ -139,8 +142,8 @@ class Prefixes:
             prefix.note(ids[:length])
 
     def give(self, prefix: Prefix, tokens: list[int]) -> None:
-        """Keep a prefix for later requests. `tokens` are those of the prompt and of the answer so far. The prefixes that
-        have been unused for the longest time leave the store."""
+        """Keep a prefix for later requests. `tokens` are those of the prompt and of the answer so far. The prefixes
+        that were unused for the longest time leave the store."""
         if prefix.cache is None:
             return
         length = prefix.cache.get_seq_length()
