@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "common.h"
 
@@ -37,10 +38,40 @@ inline Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
                                              options.device_opt(), options.pinned_memory_opt(), std::nullopt);
 }
 
+// While it exists, checks on this thread use these outputs instead of new ones, in the order in which they allocate
+// them: a call that is made again (recorded.h) writes the tensors that later calls read. Undefined ones are allocated.
+class GivenOutputs {
+ public:
+  explicit GivenOutputs(const std::vector<Tensor>& outputs) : outputs_(outputs) { current = this; }
+  GivenOutputs(const GivenOutputs&) = delete;
+  ~GivenOutputs() { current = nullptr; }
+
+  static Tensor next(at::IntArrayRef sizes, const at::TensorOptions& options) {
+    if (current && current->next_ < current->outputs_.size()) {
+      const Tensor& given = current->outputs_[current->next_++];
+      if (given.defined() && given.sizes() == sizes) return given;
+    }
+    return empty(sizes, options);
+  }
+  // Called before a check copies an argument.
+  static void note_copy() {
+    if (current) current->copies_ = true;
+  }
+  bool copies() const { return copies_; }
+
+ private:
+  const std::vector<Tensor>& outputs_;
+  size_t next_ = 0;
+  bool copies_ = false;
+  static inline thread_local GivenOutputs* current = nullptr;
+};
+
 // Call it after all checks: copying an expanded tensor of a wrong shape could run out of memory.
 inline void make_contiguous(std::initializer_list<Tensor*> tensors) {
   for (Tensor* tensor : tensors) {
-    if (tensor->defined()) *tensor = tensor->contiguous();
+    if (!tensor->defined() || tensor->is_contiguous()) continue;
+    GivenOutputs::note_copy();
+    *tensor = tensor->contiguous();
   }
 }
 
@@ -155,7 +186,7 @@ class Arguments {
   Tensor output(at::IntArrayRef last, std::optional<at::ScalarType> dtype = std::nullopt) const {
     c10::SmallVector<int64_t, 6> shape(leading_.begin(), leading_.end());
     shape.append(last.begin(), last.end());
-    return empty(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
+    return GivenOutputs::next(shape, first_.options().dtype(dtype.value_or(first_.scalar_type())));
   }
 
   static bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }

@@ -3,24 +3,55 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "ops.h"
+#include "cache_ops.h"
+#include "tape.h"
 
 namespace moe_metal {
 namespace {
 
 #define MOE_METAL_SCHEMA(name) std::string(#name) + schema_##name,
 std::vector<std::string> schemas() { return {MOE_METAL_OPS(MOE_METAL_SCHEMA)}; }
+std::vector<std::string> all_schemas() {
+  return {MOE_METAL_OPS(MOE_METAL_SCHEMA) MOE_METAL_CACHE_OPS(MOE_METAL_SCHEMA)};
+}
 
 bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
-void define(torch::Library& m) {
-  for (const std::string& schema : schemas()) m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
+void define(torch::Library& m, const std::vector<std::string>& schemas) {
+  for (const std::string& schema : schemas) m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
+}
+
+std::string recording_schema(const std::string& schema) { return schema.substr(0, schema.rfind("->")) + "-> int"; }
+
+using Rows = std::tuple<Tensor, Tensor>;
+Rows rows(Room::Parts parts) { return {std::move(parts.first), std::move(parts.second)}; }
+
+void define_classes(torch::Library& m) {
+  m.class_<Room>("Room")
+      .def(torch::init<Tensor, Tensor, bool, int64_t>())
+      .def("append", [](const c10::intrusive_ptr<Room>& room, const Tensor& keys,
+                        const Tensor& values) { return rows(room->append(keys, values)); })
+      .def("shown", [](const c10::intrusive_ptr<Room>& room) { return rows(room->shown()); })
+      .def("show", &Room::show)
+      .def("reorder", &Room::reorder)
+      .def("keep_past", &Room::keep_past)
+      .def("memory", &Room::memory)
+      .def("rows", &Room::stored)
+      .def("total", &Room::total)
+      .def("set_total", &Room::set_total);
+  m.class_<Tape>("Tape")
+      .def(torch::init<std::vector<OptionalTensor>, std::vector<Tensor>>())
+      .def("begin", &Tape::begin)
+      .def("end", &Tape::end)
+      .def("refusal", &Tape::refusal)
+      .def("replay", &Tape::replay);
 }
 
 bool is_in_place(const c10::FunctionSchema& schema) {
@@ -30,7 +61,7 @@ bool is_in_place(const c10::FunctionSchema& schema) {
 // Registers a boxed kernel for all ops, or for those that `fits` selects.
 template <auto kernel>
 void register_boxed(torch::Library& m, bool (*fits)(const c10::FunctionSchema&) = nullptr) {
-  for (const std::string& text : schemas()) {
+  for (const std::string& text : all_schemas()) {
     const c10::FunctionSchema schema = torch::schema(text.c_str());
     if (!fits || fits(schema)) m.impl(schema.name().c_str(), torch::CppFunction::makeFromBoxedFunction<kernel>());
   }
@@ -111,12 +142,18 @@ extern "C" C10_EXPORT const char* moe_metal_formats() {
 
 TORCH_LIBRARY(moe_metal, m) {
   m.set_python_module("torch_moe_metal");
-  moe_metal::define(m);
+  moe_metal::define_classes(m);  // before the schemas that name them
+  moe_metal::define(m, moe_metal::all_schemas());
+}
+
+// What records a call of each op, with the same arguments: see tape.h.
+TORCH_LIBRARY(moe_metal_tape, m) {
+  for (const std::string& schema : moe_metal::all_schemas()) m.def(moe_metal::recording_schema(schema).c_str());
 }
 
 // Every op's checks without its work. The fake functions of torch.compile and torch.export call them; those functions
 // are in Python because the checks do not support symbolic sizes.
-TORCH_LIBRARY(moe_metal_checks, m) { moe_metal::define(m); }
+TORCH_LIBRARY(moe_metal_checks, m) { moe_metal::define(m, moe_metal::schemas()); }
 
 #define MOE_METAL_CHECK(name) m.impl(#name, &moe_metal::Op<moe_metal::check_##name>::call<moe_metal::nothing>);
 TORCH_LIBRARY_IMPL(moe_metal_checks, CompositeExplicitAutograd, m){// for Meta, and for calls without a tensor

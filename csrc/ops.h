@@ -31,13 +31,18 @@ struct Op;
 template <class Checked, class... Args, Checked (*check)(Args...)>
 struct Op<check> {
   using Call = Checked;
+  static constexpr auto checked = check;
 
-  template <void (*run)(const Call&)>
+  template <void (*kernel)(const Call&)>
+  static void run(const Call& call) {
+    if (!call.is_empty()) kernel(call);
+    if constexpr (requires { call.done(); }) call.done();
+  }
+  template <void (*kernel)(const Call&)>
   static auto call(Args... args) {
-    const Call checked = check(args...);
-    if (!checked.is_empty()) run(checked);
-    if constexpr (requires { checked.in_place; }) checked.in_place.done();
-    return checked.outputs();
+    const Call call = check(args...);
+    run<kernel>(call);
+    return call.outputs();
   }
 };
 

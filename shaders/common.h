@@ -267,9 +267,10 @@ struct AttentionStrides {
 MOE_METAL_CONSTANT uint32_t kRopeSimdgroups = 4;  // of a threadgroup, each with a head of a token
 
 struct RopeParams {
-  AttentionStrides q, k, cos, sin;
-  uint32_t items;  // heads of all tokens, q's and k's
+  AttentionStrides q, k, v, cos, sin, q_output, k_output, v_output;
+  uint32_t items;  // heads of all tokens: q's, k's and v's
   uint32_t T, A, J, D, R;
+  uint32_t V;  // 0 without v
   uint32_t interleaved;
   uint32_t q_norms_all, k_norms_all;  // the norm is over all heads of a token
   ParameterType cos_type, sin_type, q_norm_weight, k_norm_weight;
@@ -370,7 +371,7 @@ struct ShortConvParams {
   check(RoutingParams, 36) check(RouteParams, 52) check(GateParams, 76) check(ActivationParams, 12) \
   check(GluParams, 88) check(WeightParams, 104) check(ExpertsParams, 304) check(ProductParams, 128) \
   check(LinearParams, 128) check(DequantizeParams, 128) check(WeightedSumParams, 44) \
-  check(ResidualNormParams, 32) check(RopeParams, 184) check(AttentionParams, 216) \
+  check(ResidualNormParams, 32) check(RopeParams, 320) check(AttentionParams, 216) \
   check(LinearAttentionParams, 560) check(ShortConvParams, 168)
 #define MOE_METAL_CHECK_SIZE(params, bytes) static_assert(sizeof(params) == bytes, #params ": its size in common.h");
 // clang-format on

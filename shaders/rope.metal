@@ -1,10 +1,11 @@
 // The op rope: norms queries and keys if they have a norm weight, and rotates their first 2R numbers by R angles.
 //
 // q [B, T, A, D], k [B, T, J, D] and cos, sin [B, T, R] have any strides; output q [B, A, T, D] and k [B, J, T, D];
-// norm weights [D], or [A, D] and [J, D] for a norm over all heads of a token, or absent.
-// A simdgroup computes one head of a token. For a norm over all heads, each simdgroup sums over all of them: a few
-// loads per lane, from the cache, instead of a second kernel. Grid: kRopeSimdgroups heads of tokens per threadgroup,
-// along x: for each token all heads of q, then all of k.
+// norm weights [D], or [A, D] and [J, D] for a norm over all heads of a token, or absent. Values v [B, T, J, V], if
+// there are any, are copied: they go to the cache together with the keys. Rows of the outputs are contiguous. A
+// simdgroup computes one head of a token. For a norm over all heads, each simdgroup sums over all of them: a few loads
+// per lane, from the cache, instead of a second kernel. Grid: kRopeSimdgroups heads of tokens per threadgroup, along x:
+// for each token all heads of q, then all of k, then all of v.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -67,18 +68,29 @@ device const T* further(device const T* values, ulong elements, ParameterType ty
   return reinterpret_cast<device const T*>(reinterpret_cast<device const float*>(values) + elements);
 }
 
+ulong row_of(AttentionStrides strides, ulong b, ulong t, ulong head) {
+  return b * strides.sequence + t * strides.row + head * strides.head;
+}
+
 template <typename T>
-[[kernel]] void rope(device const T* q [[buffer(0)]], device const T* k [[buffer(1)]],
-                     device const T* cosines [[buffer(2)]], device const T* sines [[buffer(3)]],
-                     device const T* q_norm_weight [[buffer(4)]], device const T* k_norm_weight [[buffer(5)]],
-                     device T* q_output [[buffer(6)]], device T* k_output [[buffer(7)]],
-                     constant RopeParams& params [[buffer(8)]], uint group [[threadgroup_position_in_grid]],
-                     uint thread_index [[thread_index_in_threadgroup]]) {
+[[kernel]] void rope(device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const T* v [[buffer(2)]],
+                     device const T* cosines [[buffer(3)]], device const T* sines [[buffer(4)]],
+                     device const T* q_norm_weight [[buffer(5)]], device const T* k_norm_weight [[buffer(6)]],
+                     device T* q_output [[buffer(7)]], device T* k_output [[buffer(8)]],
+                     device T* v_output [[buffer(9)]], constant RopeParams& params [[buffer(10)]],
+                     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]]) {
   const uint item = group * kRopeSimdgroups + thread_index / kSimdgroup, lane = thread_index % kSimdgroup;
   if (item >= params.items) return;
-  const uint A = params.A, J = params.J, D = params.D;
-  const uint token = item / (A + J), head = item % (A + J);
+  const uint A = params.A, J = params.J, D = params.D, heads = A + J + (params.V > 0 ? J : 0);
+  const uint token = item / heads, head = item % heads;
   const ulong b = token / params.T, t = token % params.T;
+  if (head >= A + J) {
+    const uint j = head - A - J;
+    v += row_of(params.v, b, t, j);
+    v_output += row_of(params.v_output, b, t, j);
+    for (uint i = lane; i < params.V; i += kSimdgroup) v_output[i] = v[i * params.v.element];
+    return;
+  }
   cosines = further(cosines, b * params.cos.sequence + t * params.cos.row, params.cos_type);
   sines = further(sines, b * params.sin.sequence + t * params.sin.row, params.sin_type);
   if (head < A) {
@@ -90,7 +102,7 @@ template <typename T>
                                 D,
                                 params.q_norm_weight,
                                 params.q_norms_all};
-    rope_head(heads, head, cosines, sines, q_output + ((b * A + head) * params.T + t) * D, lane, params);
+    rope_head(heads, head, cosines, sines, q_output + row_of(params.q_output, b, t, head), lane, params);
   } else {
     const uint j = head - A;
     const RopeHeads<T> heads = {k + b * params.k.sequence + t * params.k.row,
@@ -101,7 +113,7 @@ template <typename T>
                                 D,
                                 params.k_norm_weight,
                                 params.k_norms_all};
-    rope_head(heads, j, cosines, sines, k_output + ((b * J + j) * params.T + t) * D, lane, params);
+    rope_head(heads, j, cosines, sines, k_output + row_of(params.k_output, b, t, j), lane, params);
   }
 }
 

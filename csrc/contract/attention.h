@@ -10,7 +10,7 @@
 
 namespace moe_metal {
 
-// Queries or keys. They are not copied, so they may have any strides.
+// Queries or keys. They are not copied, so they may have any strides. The rows of the output are contiguous.
 struct RopeHeads {
   Tensor input;        // [B, T, heads, D]
   Tensor norm_weight;  // undefined, [D] or [heads, D], contiguous: float32 or the dtype of q
@@ -26,6 +26,7 @@ struct Rope {
   float eps;
   bool interleaved;
   int64_t B, T, D, R;
+  Tensor v, v_output;  // undefined, or [B, T, J, V] of any strides and [B, J, T, V]: values, which are copied
 
   bool is_empty() const { return q.output.numel() == 0; }
   std::tuple<Tensor, Tensor> outputs() const { return {q.output, k.output}; }
@@ -34,11 +35,9 @@ struct Rope {
 inline constexpr char schema_rope[] =
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, "
     "float eps=1e-6, bool interleaved=False) -> (Tensor q, Tensor k)";
-inline Rope check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                       const OptionalTensor& q_norm_weight, const OptionalTensor& k_norm_weight, double eps,
-                       bool interleaved) {
-  Arguments args("rope", "q", q);
-  Rope call;
+inline void check_rotated(Arguments& args, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                          const OptionalTensor& q_norm_weight, const OptionalTensor& k_norm_weight, double eps,
+                          bool interleaved, Rope& call) {
   const auto norm_weight = [&](const char* name, const OptionalTensor& weight, const char* all_heads) {
     return args.parameter(name, weight, Arguments::given(weight) && weight->dim() == 2 ? all_heads : "D");
   };
@@ -57,7 +56,15 @@ inline Rope check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, cons
   make_contiguous({&call.q.norm_weight, &call.k.norm_weight});
   std::tie(call.B, call.T, call.D, call.R) = std::tuple(args['B'], args['T'], args['D'], args['R']);
   std::tie(call.q.heads, call.k.heads) = std::tuple(args['A'], args['J']);
-  for (RopeHeads* heads : {&call.q, &call.k}) heads->output = args.output({call.B, heads->heads, call.T, call.D});
+  call.q.output = args.output({call.B, call.q.heads, call.T, call.D});
+}
+inline Rope check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                       const OptionalTensor& q_norm_weight, const OptionalTensor& k_norm_weight, double eps,
+                       bool interleaved) {
+  Arguments args("rope", "q", q);
+  Rope call;
+  check_rotated(args, q, k, cos, sin, q_norm_weight, k_norm_weight, eps, interleaved, call);
+  call.k.output = args.output({call.B, call.k.heads, call.T, call.D});
   return call;
 }
 

@@ -23,11 +23,14 @@ struct WeightedSum {
 struct WeightedSumResidual : WeightedSum {
   InPlace in_place;
 
+  void done() const { in_place.done(); }
   void outputs() const {}
 };
 
 struct WeightedSumResidualNorm : WeightedSum {
   InPlace in_place;
+
+  void done() const { in_place.done(); }
 };
 
 inline void check_slots(Arguments& args, const Tensor& slots, const Tensor& weights, WeightedSum& sum) {
@@ -193,7 +196,7 @@ inline constexpr char schema_residual_norm[] =
 inline ResidualNorm check_residual_norm(const Tensor& residual, const Tensor& input, const Tensor& weight,
                                         const OptionalTensor& scalar, double eps) {
   const Norm call = check_norm_of_two("residual_norm", residual, input, weight, scalar, eps);
-  return {call, empty(call.output.sizes(), call.output.options())};
+  return {call, GivenOutputs::next(call.output.sizes(), call.output.options())};
 }
 
 }  // namespace moe_metal

@@ -62,6 +62,7 @@ inline void check_apart(const Arguments& args, const char* name, const Tensor& t
 inline InPlace in_place(const Arguments& args, const Tensor& target, std::initializer_list<const Tensor*> inputs) {
   check_own_memory(args, "residual", target);
   for (const Tensor* input : inputs) check_apart(args, "residual", target, *input);
+  if (!target.is_contiguous()) GivenOutputs::note_copy();
   return {target, target.contiguous()};
 }
 

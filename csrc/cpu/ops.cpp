@@ -1,11 +1,19 @@
 // Registers the CPU kernels, in one file because PyTorch's templates take seconds to compile, mostly per file.
-#include "ops.h"
+#include "recorded.h"
 
 #include <torch/library.h>
 
 namespace moe_metal {
 
+namespace cpu {
+inline void together(const std::function<void()>& all) { all(); }
+}  // namespace cpu
+
 #define MOE_METAL_REGISTER(name) m.impl(#name, &Op<check_##name>::call<cpu::run_##name>);
-TORCH_LIBRARY_IMPL(moe_metal, CPU, m) { MOE_METAL_OPS(MOE_METAL_REGISTER) }
+TORCH_LIBRARY_IMPL(moe_metal, CPU, m){MOE_METAL_OPS(MOE_METAL_REGISTER) MOE_METAL_CACHE_OPS(MOE_METAL_REGISTER)}
+#define MOE_METAL_RECORD(name) m.impl(#name, &Recording<check_##name>::call<cpu::run_##name, cpu::together>);
+TORCH_LIBRARY_IMPL(moe_metal_tape, CPU, m) {
+  MOE_METAL_OPS(MOE_METAL_RECORD) MOE_METAL_CACHE_OPS(MOE_METAL_RECORD)
+}
 
 }  // namespace moe_metal

@@ -53,12 +53,16 @@ struct Heads {
     for (size_t at = 0; at < weight.size(); at += D) read_row(heads.norm_weight, at, 1, D, pairs, &weight[at]);
   }
 
+  static Scalar* row_of(const Tensor& output, int64_t b, int64_t t) {
+    return output.template mutable_data_ptr<Scalar>() + b * output.stride(0) + t * output.stride(2);
+  }
+
   // Rotates all heads of a token. If their elements are not in the order of the output, they are copied to `floats` in
   // that order first.
   void rotate(int64_t b, int64_t t, const float* cos, const float* sin, float* floats) const {
     const auto& in = call.input;
     const auto* from = elements<Scalar>(in) + b * in.stride(0) + t * in.stride(1);
-    auto* to = call.output.template mutable_data_ptr<Scalar>() + (b * count * T + t) * D;
+    auto* to = row_of(call.output, b, t);
     if (in.stride(3) == 1 && pairs == 0) return rotate_rows(from, in.stride(2), cos, sin, to);
     for (int64_t h = 0; h < count; ++h) read_row(from + h * in.stride(2), in.stride(3), D, pairs, floats + h * D);
     rotate_rows(floats, D, cos, sin, to);
@@ -74,7 +78,7 @@ struct Heads {
     }
     for (int64_t h = 0; h < count; ++h) {
       const From* row = from + h * stride;
-      Scalar* out = to + h * T * D;
+      Scalar* out = to + h * call.output.stride(1);
       if (weight.empty()) {
         rotate_row([=](int64_t i, auto count) { return load(row + i, count); }, cos, sin, out);
       } else {
@@ -97,6 +101,22 @@ struct Heads {
   }
 };
 
+// Copies the values of a token.
+template <class Scalar>
+void copy_values(const Rope& call, int64_t b, int64_t t) {
+  const Tensor &from = call.v, &to = call.v_output;
+  const int64_t size = to.size(3), step = from.stride(3);
+  for (int64_t h = 0; h < call.k.heads; ++h) {
+    const auto* row = elements<Scalar>(from) + b * from.stride(0) + t * from.stride(1) + h * from.stride(2);
+    Scalar* out = Heads<Scalar>::row_of(to, b, t) + h * to.stride(1);
+    if (step == 1) {
+      std::copy_n(row, size, out);
+    } else {
+      for (int64_t i = 0; i < size; ++i) out[i] = row[i * step];
+    }
+  }
+}
+
 template <class Scalar>
 void rows(const Rope& call) {
   const Heads<Scalar> q(call, call.q), k(call, call.k);
@@ -112,6 +132,7 @@ void rows(const Rope& call) {
                  read_angles(call.sin, b, t, sin);
                  q.rotate(b, t, cos, sin, in_order);
                  k.rotate(b, t, cos, sin, in_order);
+                 if (call.v.defined()) copy_values<Scalar>(call, b, t);
                });
 }
 

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <initializer_list>
 #include <iterator>
 #include <limits>
@@ -142,6 +143,11 @@ template <class... Arguments>
 void launch(Kernel& kernel, Grid grid, const Arguments&... arguments) {
   launch({Dispatch(kernel, grid, arguments...)});
 }
+
+namespace mps {
+// Runs `all`, whose launches are collected and encoded together.
+void together(const std::function<void()>& all);
+}  // namespace mps
 
 // Whether this macOS supports shaders/tensor_ops.metal, which uses matmul2d of Metal Performance Primitives.
 bool has_tensor_ops();

@@ -8,12 +8,20 @@ from torch import Tensor, nn
 
 from ...packed_layers import Linear, dequantized
 from ..versions import CACHE, take_cache, updated, updated_if_paged
-from .attention import FEW_QUERIES, attention_forward, key_heads, paged_attention, warm_up_attention, why_not_ours
-from .cache import grow_in_place, joined_rows
+from .attention import (
+    FEW_QUERIES,
+    attention_forward,
+    key_heads,
+    paged_attention,
+    shows_attentions,
+    warm_up_attention,
+    why_not_ours,
+)
+from .cache import Cache, Room, grow_in_place, joined_rows, room_of
 from .experts import NAME
 from .fused import JoinedProjections, eps_of, rms_norm
 from .members import member, setting
-from .projections import project
+from .projections import product, project
 from .records import Attention
 
 ops = torch.ops.moe_metal
@@ -53,15 +61,27 @@ class FusedProjections(JoinedProjections):
         if record.temperature is not None:  # it depends on the length of the cache before this call
             temperature = record.temperature(self, hidden_states, cache, kwargs.get("position_ids"))
         angles = angles_of(position_embeddings, record.angles) if rotates else None
-        q, *stored, gate = self.states(hidden_states, projections, norms, angles)
-        if temperature is not None:
-            q = (q * temperature).to(q.dtype)
-        if cache is not None:
-            stored = updated(cache, *stored, self.layer_idx, kwargs)
-        output, weights = self.attend(q, *stored, attention_mask, **kwargs)
+        room = self.room(hidden_states, cache, attention_mask, kwargs) if angles and temperature is None else None
+        if room is not None:
+            output, gate = self.over_room(room, hidden_states, projections, norms, angles, attention_mask)
+            weights = None
+            cache.layers[self.layer_idx].show()
+        else:
+            q, *stored, gate = self.states(hidden_states, projections, norms, angles)
+            if temperature is not None:
+                q = (q * temperature).to(q.dtype)
+            if cache is not None:
+                stored = updated(cache, *stored, self.layer_idx, kwargs)
+            output, weights = self.attend(q, *stored, attention_mask, **kwargs)
         if gate is not None:
             output = output * record.gate(gate).reshape(*output.shape[:-1], -1)
-        return self._modules[record.output](output.reshape(*hidden_states.shape[:-1], -1)), weights
+        output = output.reshape(*hidden_states.shape[:-1], -1)
+        projection = self._modules[record.output]
+        return (product(output, projection) if self.are_unmodified(projection) else projection(output)), weights
+
+    def room(self, x: Tensor, cache: Cache | None, mask: Tensor | None, kwargs: dict) -> Room | None:
+        """The room of the cache that `over_room` can use for this token, or None."""
+        return None
 
     def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
         """The queries [B, A, T, D], the two tensors that the cache stores, and the output's gate or None."""
@@ -105,6 +125,31 @@ class FusedAttention(FusedProjections):
 
     joined = ("q_proj", "k_proj", "v_proj", "g_proj")
 
+    def room(self, x: Tensor, cache: Cache | None, mask: Tensor | None, kwargs: dict) -> Room | None:
+        record, own = self.record, self.__dict__
+        plain = record.angles != "complex" and record.norms_first and own.get("v_scale", 1.0) == 1.0
+        if x.shape[1] != 1 or not plain or self.is_paged or self.training or own.get("store_full_length_kv"):
+            return None
+        ours = setting(self.config, "_attn_implementation_internal") == NAME and not shows_attentions(self)
+        if not ours or kwargs.get("output_attentions") or why_not_ours(x, x, x, None, kwargs):
+            return None
+        known = mask is None or (mask.dim() == 4 and mask.dtype in (torch.bool, torch.float32, x.dtype))
+        return room_of(cache, self) if known and (mask is None or mask.shape[-1] > 1) else None
+
+    def over_room(self, room: Room, x: Tensor, projections: list, norms: list, angles: tuple, mask: Tensor | None):
+        """Append the key and the value of a token, and attend. Returns the weighted sums [B, 1, A, V], and the gate."""
+        q, k, v, gate = self.heads(*project(x, projections))
+        weights = self.norm_weights(norms, q, k)
+        eps = {"eps": eps_of(norms[0])} if norms else {}
+        q = ops.rope_into(q, k, v, *angles, room, *weights, **eps)
+        return ops.attention_over(q, room, mask, self._parameters.get("sinks"), scale=self.scaling), gate
+
+    def norm_weights(self, norms: list, q: Tensor, k: Tensor) -> list[Tensor]:
+        weights = [self.record.norm_weight(norm) for norm in norms[:2]]
+        if weights and len(weights[0]) != self.head_dim:  # one norm for all heads of a token
+            weights = [weight.view(heads.shape[2:]) for weight, heads in zip(weights, (q, k), strict=True)]
+        return weights
+
     def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
         q, k, v, gate = self.heads(*project(x, projections))
         q, k = self.rope(q, k, angles, norms)
@@ -124,22 +169,18 @@ class FusedAttention(FusedProjections):
     def rope(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor] | None, norms: list) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, T, heads, D], normalised and rotated -> [B, heads, T, D]"""
         record = self.record
-        weights = [record.norm_weight(norm) for norm in norms[:2]]
         first = norms and record.norms_first and angles is not None
         if angles is None:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         elif first:
-            if len(weights[0]) != self.head_dim:  # one norm for all heads of a token
-                weights = [weight.view(heads.shape[2:]) for weight, heads in zip(weights, (q, k), strict=True)]
-            q, k = ops.rope(q, k, *angles, *weights, eps=eps_of(norms[0]))
+            q, k = ops.rope(q, k, *angles, *self.norm_weights(norms, q, k), eps=eps_of(norms[0]))
         else:
             complex_angles = record.angles == "complex"
             q, k = ops.rope(q, k, *angles, interleaved=complex_angles)
             if complex_angles:
                 q, k = with_neighbours_paired(q), with_neighbours_paired(k)
         if norms and not first:
-            eps = eps_of(norms[0])
-            q, k = ops.norm(q, weights[0], eps=eps), ops.norm(k, weights[1], eps=eps)
+            q, k = (ops.norm(x, record.norm_weight(norm), eps=eps_of(norm)) for x, norm in zip((q, k), norms[:2], strict=True))
         return q, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:

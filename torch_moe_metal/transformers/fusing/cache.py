@@ -7,80 +7,31 @@ A tensor that was taken out of the cache does not change, with one exception: af
 cropped rows. A copy of a cache (deepcopy, pickle) shares no memory with it, and has transformers' own layers.
 """
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import cached_backends
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ... import extension  # noqa: F401  loads the library with the class
 from ...grad import in_forward_mode
+
+#: The stored rows of a layer, in C++ (csrc/room.h), since ops and tapes use them as well.
+Room = torch.ScriptObject
+new_room = torch.classes.moe_metal.Room
 
 
 def rows_to_allocate(stored: int) -> int:
-    """Fewer than `most_rows`, so that some rows can be cropped before the memory counts as too large and is
-    replaced."""
+    """As in csrc/room.h."""
     return stored + stored // 4 + 192
 
 
 def most_rows(stored: int) -> int:
+    """As in csrc/room.h: memory with more rows is replaced."""
     return stored + stored // 4 + 256
 
 
-class Room:
-    """Memory [..., rows, width] for the keys of a layer, for its values, or for both: then a row is a key and its
-    value."""
-
-    def __init__(self):
-        self.memory: Tensor | None = None
-        self.shown: list[Tensor] = []  # the layer's tensors: views of the last rows before `end`
-        self.end = 0
-
-    def append(self, stored: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-        """The stored rows followed by the new ones. If the new ones fit, only they are copied."""
-        old, more = rows_of(stored[0]), new[0].shape[-2]
-        if self.memory is None or not self.fits(more, old + more):
-            self.move(stored, new, old + more)
-        widths = [part.shape[-1] for part in new]
-        for rows, part in zip(self.rows(self.end, more, widths), new, strict=True):
-            rows.copy_(part)
-        self.shown = self.rows(self.end - old, old + more, widths)
-        self.end += more
-        return self.shown
-
-    def fits(self, more: int, total: int) -> bool:
-        """Whether more rows can be written in place. Memory of inference mode can only be written in inference mode."""
-        writable = torch.is_inference_mode_enabled() or not self.memory.is_inference()
-        return writable and self.end + more <= self.memory.shape[-2] <= most_rows(total)
-
-    def rows(self, first: int, count: int, widths: Sequence[int]) -> list[Tensor]:
-        rows = self.memory.narrow(-2, first, count)
-        return [rows] if len(widths) == 1 else list(rows.split(widths, -1))
-
-    def move(self, stored: Sequence[Tensor], new: Sequence[Tensor], total: int) -> None:
-        """Copy the stored rows to new memory. Never within the old memory, because other tensors may view its rows."""
-        widths = [part.shape[-1] for part in new]
-        self.memory = new[0].new_empty(*new[0].shape[:-2], rows_to_allocate(total), sum(widths))
-        self.end = rows_of(stored[0])
-        if self.end:
-            for rows, part in zip(self.rows(0, self.end, widths), stored, strict=True):
-                rows.copy_(part)
-
-    def show(self, shown: list[Tensor]) -> None:
-        """Make these rows of the memory the layer's. Later rows will be overwritten."""
-        first = shown[0]
-        start = (first.storage_offset() - self.memory.storage_offset()) // self.memory.stride(-2)
-        self.shown, self.end = shown, start + first.shape[-2]
-
-    def reorder(self, batch: Tensor) -> list[Tensor]:
-        """Reorder the batch. Copies the whole memory, so that the next token does not copy it again."""
-        self.memory = self.memory.index_select(0, batch.to(self.memory.device))
-        rows, widths = rows_of(self.shown[0]), [part.shape[-1] for part in self.shown]
-        self.shown = self.rows(self.end - rows, rows, widths)
-        return self.shown
-
-
-def rows_of(stored: Tensor) -> int:
-    return stored.shape[-2] if stored.dim() > 1 else 0  # a layer begins with torch.tensor([])
+def rows_of(stored: Tensor | None) -> int:
+    return 0 if stored is None or stored.dim() == 1 else stored.shape[-2]  # a layer begins with torch.tensor([])
 
 
 def alike(stored: Tensor | None, new: Tensor) -> bool:
@@ -96,15 +47,55 @@ def alike(stored: Tensor | None, new: Tensor) -> bool:
     return same_kind and old[-1] == more[-1] and old[:-2] == more[:-2]
 
 
-OURS = ("rooms", "side_by_side")  # the attributes that transformers' layers do not have
+PARTS = ("keys", "values")
+OURS = ("room", "side_by_side")  # the attributes that transformers' layers do not have
+
+
+def stored_part(name: str) -> property:
+    """The attribute `keys` or `values`: views of the room's rows, if there is a room. An assignment ends its use."""
+    index = PARTS.index(name)
+
+    def read(self) -> Tensor | None:
+        return self.room.shown()[index] if self.in_room() else self.__dict__.get(name)
+
+    def write(self, value: Tensor | None) -> None:
+        self.leave_room()
+        self.__dict__[name] = value
+
+    return property(read, write)
 
 
 class Growing(DynamicLayer):
     """The base class of our two kinds of layers. Everything else is transformers'."""
 
     original: type  # the class that this layer had before
-    rooms: tuple[Room, ...] = ()  # one for keys and one for values, or one for both
+    room: Room | None = None
     side_by_side = False  # a row of the memory is a key and its value
+    keys, values = stored_part("keys"), stored_part("values")
+
+    def window(self) -> int:
+        """How many of the stored rows later tokens see; -1: all."""
+        return -1
+
+    def in_room(self) -> bool:
+        """Whether to ask the room. torch.compile cannot: it reads what `show` has stored. A trace gets tensors."""
+        if self.room is None:
+            return False
+        if torch.compiler.is_compiling():
+            if "keys" not in self.__dict__:
+                raise RuntimeError(
+                    "torch_moe_metal: expected torch.compile to be called before this cache was filled, got a cache "
+                    "that other calls have filled; compute one more token without torch.compile first"
+                )
+            return False
+        if torch.jit.is_tracing():
+            self.leave_room()
+        return self.room is not None
+
+    def show(self) -> None:
+        """Store what torch.compile reads, if it is used at all. Called after each change of the room."""
+        if cached_backends:
+            self.take_from(self.room)
 
     def may_grow(self, keys: Tensor, values: Tensor) -> bool:
         """Not if a trace would record the writes, or if autograd may need the tensors that they change."""
@@ -112,69 +103,62 @@ class Growing(DynamicLayer):
             return False
         return alike(self.keys, keys) and alike(self.values, values)
 
-    def in_rooms(self) -> bool:
-        """Whether keys and values are still views of the rooms: other tensors can be assigned at any time."""
-        shown = [part for room in self.rooms for part in room.shown]
-        return len(shown) == 2 and self.keys is shown[0] and self.values is shown[1]
-
-    def by_room(self, keys: Tensor, values: Tensor) -> Iterator[tuple[Room, list[Tensor]]]:
-        return zip(self.rooms, [[keys, values]] if len(self.rooms) == 1 else [[keys], [values]], strict=True)
-
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store these rows. Returns those that their queries see."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        if not self.in_rooms():
-            one = self.side_by_side and keys.shape[:-1] == values.shape[:-1]
-            self.rooms = (Room(),) if one else (Room(), Room())
-        if len(self.rooms) == 1:
-            self.keys, self.values = self.rooms[0].append((self.keys, self.values), (keys, values))
-        else:
-            of_keys, of_values = self.rooms
-            [self.keys] = of_keys.append((self.keys,), (keys,))
-            [self.values] = of_values.append((self.values,), (values,))
-        return self.keys, self.values
+        if self.room is None:
+            self.enter_room(keys, values)
+        seen = self.room.append(keys, values)
+        self.show()
+        return seen
 
-    def show(self, keys: Tensor, values: Tensor) -> None:
-        for room, shown in self.by_room(keys, values):
-            room.show(shown)
-        self.keys, self.values = keys, values
+    def enter_room(self, keys: Tensor, values: Tensor) -> None:
+        own = vars(self)
+        stored = [own[name] if rows_of(own[name]) else new[..., :0, :] for name, new in zip(PARTS, (keys, values))]
+        room = new_room(*stored, self.side_by_side and keys.shape[:-1] == values.shape[:-1], self.window())
+        own["room"] = room
+        del own["keys"], own["values"]
+        self.show()
 
-    def drop_unused_rooms(self) -> None:
-        if not self.in_rooms():
-            self.rooms = ()
+    def leave_room(self) -> None:
+        """From now on keys and values are tensors like those of transformers."""
+        room, self.room = self.room, None
+        if room is not None and not torch.compiler.is_compiling():
+            trace = torch._C._get_tracing_state()
+            torch._C._set_tracing_state(None)  # it cannot record calls of the room
+            try:
+                self.take_from(room)
+            finally:
+                torch._C._set_tracing_state(trace)
+
+    def take_from(self, room: Room) -> None:
+        self.__dict__["keys"], self.__dict__["values"] = room.shown()
+
+    def get_seq_length(self) -> int:
+        return self.room.rows() if self.in_room() else super().get_seq_length()
 
     def crop(self, tokens_to_remove: int) -> None:
-        in_rooms = self.in_rooms()
+        room = self.room
         super().crop(tokens_to_remove)
-        if in_rooms:
-            self.show(self.keys, self.values)
+        if room is not None and self.room is None:
+            own = self.__dict__
+            room.show(own.pop("keys"))
+            room.set_total(own.get("cumulative_length", 0))
+            del own["values"]
+            self.room = room
+            self.show()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        if self.in_rooms() and self.get_seq_length() > 0:  # transformers leaves a layer without tokens unchanged
-            self.keys, self.values = (part for room in self.rooms for part in room.reorder(beam_idx))
+        if self.room is not None and self.get_seq_length() > 0:  # transformers leaves a layer without tokens unchanged
+            self.room.reorder(beam_idx)
         else:
             super().reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.drop_unused_rooms()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.drop_unused_rooms()
-
-    def offload(self) -> None:
-        super().offload()
-        self.drop_unused_rooms()
-
-    def reset(self) -> None:
-        super().reset()
-        self.drop_unused_rooms()
 
     def __reduce_ex__(self, protocol):
         copied = self.original.__new__(self.original)
         copied.__dict__ |= {name: value for name, value in vars(self).items() if name not in OURS}
-        if self.in_rooms():  # only the stored rows
+        if self.room is not None:  # only the stored rows
             copied.keys, copied.values = self.keys.clone(), self.values.clone()
         return copied.__reduce_ex__(1)  # later protocols require the class of the pickled object
 
@@ -193,26 +177,59 @@ class GrowingSlidingWindowLayer(Growing, DynamicSlidingWindowLayer):
 
     original = DynamicSlidingWindowLayer
 
+    @property
+    def cumulative_length(self) -> int:
+        return self.room.total() if self.in_room() else self.__dict__["cumulative_length"]
+
+    @cumulative_length.setter
+    def cumulative_length(self, tokens: int) -> None:
+        self.__dict__["cumulative_length"] = tokens
+        if self.in_room():
+            self.room.set_total(tokens)
+
+    def window(self) -> int:
+        return self.sliding_window - 1
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if not self.may_grow(key_states, value_states):
             return super().update(key_states, value_states, *args, **kwargs)
-        more, before = key_states.shape[-2], self.sliding_window - 1
-        if not self.record_past and self.exceeds_the_window(more):
-            states = super().update(key_states, value_states, *args, **kwargs)
-            self.rooms = ()
-            self.append(key_states[..., :0, :], value_states[..., :0, :])
-            return states
-        self.cumulative_length += more
-        keys, values = self.append(key_states, value_states)
-        if self.record_past:
-            return keys[:, :, -before - more :, :], values[:, :, -before - more :, :]
-        self.show(keys[:, :, -before:, :], values[:, :, -before:, :])
-        return keys, values
+        if self.record_past or not self.exceeds_the_window(key_states.shape[-2]):
+            return self.append(key_states, value_states)
+        states = super().update(key_states, value_states, *args, **kwargs)
+        self.append(key_states[..., :0, :], value_states[..., :0, :])  # to memory of their own
+        return states
 
     def exceeds_the_window(self, more: int) -> bool:
         """Whether memory for this many new rows would be too large for the rows that stay in the window."""
-        total = more + (rows_of(self.keys) if self.is_initialized else 0)
+        total = more + rows_of(self.keys)
         return rows_to_allocate(total) > most_rows(min(total, self.sliding_window - 1))
+
+    @property
+    def record_past(self) -> bool:
+        return self.__dict__["record_past"]
+
+    @record_past.setter
+    def record_past(self, records: bool) -> None:
+        self.__dict__["record_past"] = records
+        if self.in_room():
+            self.room.keep_past(records)
+
+    def enter_room(self, keys: Tensor, values: Tensor) -> None:
+        tokens = self.__dict__["cumulative_length"]
+        super().enter_room(keys, values)
+        self.cumulative_length = tokens
+        self.room.keep_past(self.record_past)
+
+    def take_from(self, room: Room) -> None:
+        super().take_from(room)
+        self.__dict__["cumulative_length"] = room.total()
+
+    def __reduce_ex__(self, protocol):
+        vars(self)["cumulative_length"] = self.cumulative_length
+        return super().__reduce_ex__(protocol)
 
 
 GROWING = {cls.original: cls for cls in (GrowingLayer, GrowingSlidingWindowLayer)}
@@ -234,6 +251,15 @@ def grow_in_place(cache: Cache | None, attention: nn.Module) -> None:
             if type(layer) in GROWING:
                 layer.__class__ = GROWING[type(layer)]
                 layer.side_by_side = latents
+
+
+def room_of(cache: Cache | None, attention: nn.Module) -> Room | None:
+    """The room to which the next token of this attention is appended, if its layer of the cache has one."""
+    layers, index = getattr(cache, "layers", ()), getattr(attention, "layer_idx", -1)
+    layer = layers[index] if 0 <= index < len(layers) else None
+    if not isinstance(layer, Growing) or torch.is_grad_enabled() or in_forward_mode():
+        return None
+    return None if torch.compiler.is_compiling() or torch.jit.is_tracing() else layer.room
 
 
 def joined_rows(keys: Tensor, values: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..versions import CACHE, cache_argument
+from . import tape
 from .attention import warm_up_attention
 from .attention_blocks import FusedProjections
 from .cache import grow_in_place
@@ -52,6 +53,16 @@ class FusedPreNormLayer(Fused):
     record: Layer
 
     def forward(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs):
+        def computed() -> Tensor:
+            return self.computed(hidden_states, *args, **kwargs, **positions)
+
+        positions = {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+        if args or not tape.is_for(hidden_states):
+            return computed()
+        return tape.replayed(self, self.mixer()[1], computed, hidden_states, attention_mask, position_embeddings, kwargs)
+
+    def computed(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs) -> Tensor:
+        """The forward without a tape."""
         kwargs["attention_mask"] = attention_mask
         if position_embeddings is not None:
             kwargs["position_embeddings"] = position_embeddings

@@ -40,6 +40,12 @@ def setting(config, name: str):
 _PREPARED: WeakKeyDictionary[nn.Module, tuple[Tensor, int, Tensor]] = WeakKeyDictionary()
 
 
+def prepared_results(module: nn.Module) -> list[tuple[Tensor, int, Tensor]]:
+    """What `prepared` has computed for this module: the parameter's memory, its version, and the result."""
+    found = _PREPARED.get(module)
+    return [] if found is None else [found]
+
+
 def prepared(module: nn.Module, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """`compute(module.name)` of the one parameter that is prepared in this module, computed again only after it has
     changed. Changes in-place count, except through `.data`, which PyTorch does not record."""

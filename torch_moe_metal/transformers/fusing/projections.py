@@ -12,10 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import joining
+from ...arguments import DTYPES
 from ...formats import FORMATS
 from ...packed_layers import Linear
 
 ops = torch.ops.moe_metal
+
+#: Up to so many tokens dense products are ours.
+FEW_TOKENS = 8
 
 
 def tensors_of(layer: nn.Linear) -> list[Tensor | None]:
@@ -105,10 +109,24 @@ def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
     return [output for together in neighbours(layers) for output in outputs_of(x, together)]
 
 
+def product(x: Tensor, layer: nn.Linear) -> Tensor:
+    """The result of an unmodified linear layer."""
+    [output] = project(x, [layer])
+    return output
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A dense product. On mps, PyTorch's own takes longer on the host than all of a layer's other ops."""
+    few = x.numel() <= FEW_TOKENS * x.shape[-1]
+    plain = few and x.dtype in DTYPES and type(weight) in (Tensor, nn.Parameter) and weight.dtype == x.dtype
+    return ops.linear(x, weight, bias=bias) if plain and x.numel() else F.linear(x, weight, bias)
+
+
 def outputs_of(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
     """The results of layers that are alike."""
     if len(layers) == 1:
-        return [layers[0](x)]
+        [layer] = layers
+        return [linear(x, layer.weight, layer.bias) if type(layer) is nn.Linear else layer(x)]
     tensors = list(zip(*map(tensors_of, layers), strict=True))
     for parts in tensors:
         if (given := sum(part is not None for part in parts)) and (given < len(parts) or not is_joined(parts)):
@@ -120,5 +138,5 @@ def outputs_of(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
     if isinstance(first, Linear):
         output = ops.linear(x, *weight, bias, format=first.format)
     else:
-        output = F.linear(x, *weight, bias)
+        output = linear(x, *weight, bias)
     return output.split_with_sizes([layer.out_features for layer in layers], -1)

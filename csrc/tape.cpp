@@ -1,0 +1,238 @@
+#include "tape.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/as_strided.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string_view>
+
+namespace moe_metal {
+namespace {
+
+constexpr std::string_view kOurs = "moe_metal::";
+// Ops that make a view, or memory that nothing has written.
+constexpr std::string_view kHarmless[] = {
+    "alias",        "as_strided", "chunk",     "detach",    "empty",     "expand", "flatten",
+    "narrow",       "permute",    "reshape",   "select",    "slice",     "split",  "split_with_sizes",
+    "squeeze",      "t",          "transpose", "unflatten", "unsqueeze", "view",   "_reshape_alias",
+    "_unsafe_view", "unbind",     "new_empty", "movedim"};
+
+bool is_harmless(std::string_view name) {
+  if (!name.starts_with("aten::")) return false;
+  return std::find(std::begin(kHarmless), std::end(kHarmless), name.substr(6)) != std::end(kHarmless);
+}
+
+thread_local Tape* recording = nullptr;
+
+const void* memory_of(const Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl(); }
+
+bool same_layout(const Tensor& a, const Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides() && a.storage_offset() == b.storage_offset();
+}
+
+// The layout of a tensor whose memory begins at this offset of another one's.
+Tensor layout_of(const Tensor& tensor, int64_t offset) {
+  Tensor layout = empty({0}, tensor.options().device(at::kMeta));
+  layout.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), offset);
+  return layout;
+}
+
+}  // namespace
+
+struct Tape::Observed : at::ObserverContext {
+  std::vector<c10::IValue> arguments;
+};
+
+Tape::Tape(std::vector<OptionalTensor> inputs, const std::vector<Tensor>& constants) : inputs_(std::move(inputs)) {
+  for (const Tensor& constant : constants) constants_.insert(memory_of(constant));
+}
+
+Tape::~Tape() {
+  if (observer_) at::removeCallback(*observer_);
+  if (recording == this) recording = nullptr;
+}
+
+void Tape::refuse(const std::string& reason) {
+  if (refusal_.empty()) refusal_ = reason;
+}
+
+void Tape::begin() {
+  if (recording) return refuse("another layer is being recorded");
+  recording = this;
+  observer_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&Tape::op_begins, &Tape::op_ends)
+                                             .needsInputs(true)
+                                             .needsOutputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}));
+}
+
+std::unique_ptr<at::ObserverContext> Tape::op_begins(const at::RecordFunction& op) {
+  Tape* tape = recording;
+  if (!tape) return nullptr;
+  const std::string_view name = op.name();
+  if (name.starts_with("moe_metal_tape::")) return nullptr;
+  if (tape->inside_) {  // our own op calls PyTorch
+    const bool on_mps = !tape->inputs_.empty() && tape->inputs_[0] && tape->inputs_[0]->is_mps();
+    if (on_mps && !is_harmless(name)) tape->refuse(c10::str("an op of ours calls ", name));
+    return nullptr;
+  }
+  if (!name.starts_with(kOurs)) {
+    if (!is_harmless(name)) tape->refuse(std::string(name));
+    return nullptr;
+  }
+  auto observed = std::make_unique<Observed>();
+  observed->arguments.assign(op.inputs().begin(), op.inputs().end());
+  ++tape->inside_;
+  return observed;
+}
+
+void Tape::op_ends(const at::RecordFunction& op, at::ObserverContext* context) {
+  Tape* tape = recording;
+  if (!tape || !context) return;
+  --tape->inside_;
+  const auto* observed = static_cast<Observed*>(context);
+  const auto name = op.operator_name();
+  if (!name || !tape->refusal_.empty()) return;
+  try {
+    tape->add(*name, observed->arguments, op.outputs());
+  } catch (const std::exception& error) {  // an observer must not raise
+    tape->refuse(error.what());
+  }
+}
+
+void Tape::add(const c10::OperatorName& name, const std::vector<c10::IValue>& arguments,
+               const std::vector<c10::IValue>& outputs) {
+  const auto op = c10::Dispatcher::singleton().findSchema({"moe_metal_tape::" + name.name.substr(kOurs.size()), ""});
+  if (!op) return refuse(name.name);
+  torch::jit::Stack stack = arguments;
+  op->callBoxed(&stack);
+  Call call = {.recorded = std::shared_ptr<Recorded>(reinterpret_cast<Recorded*>(stack[0].toInt()))};
+  for (const auto& output : outputs) call.outputs.push_back(output.toTensor());
+  const auto& names = op->schema().arguments();
+  for (size_t i = 0; i < arguments.size() && refusal_.empty(); ++i) {
+    const auto& argument = arguments[i];
+    if (argument.isTensor()) {
+      bind(call, i, name.name + ": " + names[i].name(), argument.toTensor());
+    } else if (argument.isCustomClass()) {
+      call.changes = true;
+      call.rooms.push_back(argument.toCustomClass<Room>());
+    }
+  }
+  if (!refusal_.empty()) return;
+  if (!call.changes) {  // the others are checked at each replay
+    call.recorded->check(call.outputs);
+    if (call.recorded->copies()) return refuse(name.name + " copies an argument");
+  }
+  for (const Tensor& output : call.outputs) {
+    held_.push_back(output);
+    made_[memory_of(output)] = calls_.size();
+  }
+  calls_.push_back(std::move(call));
+}
+
+void Tape::bind(Call& call, size_t index, const std::string& name, const Tensor& argument) {
+  if (!argument.defined()) return;
+  if (argument.is_meta()) return refuse("a tensor without memory");
+  const void* memory = memory_of(argument);
+  held_.push_back(argument);
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    if (!inputs_[i] || memory_of(*inputs_[i]) != memory) continue;
+    Input input = {index, i, std::nullopt};
+    const int64_t offset = argument.storage_offset() - inputs_[i]->storage_offset();
+    if (offset < 0) return refuse(name + " begins before the layer's input");
+    if (!same_layout(*inputs_[i], argument)) input.view = layout_of(argument, offset);
+    call.inputs.push_back(std::move(input));
+    call.changes = true;
+    return;
+  }
+  if (!made_.contains(memory) && !constants_.contains(memory)) refuse(name + " is neither a weight nor of this layer");
+}
+
+void Tape::end(const OptionalTensor& output) {
+  if (recording == this) recording = nullptr;
+  if (observer_) at::removeCallback(*observer_);
+  observer_.reset();
+  if (!output) refuse("the layer raised an error");
+  if (refusal_.empty()) {
+    const auto found = made_.find(memory_of(*output));
+    if (found == made_.end()) {
+      refuse("its output is not one of an op of ours");
+    } else {
+      last_ = found->second;
+      Call& call = calls_[last_];
+      const auto same = [&](const Tensor& each) { return memory_of(each) == memory_of(*output); };
+      output_ = std::find_if(call.outputs.begin(), call.outputs.end(), same) - call.outputs.begin();
+      const Tensor& whole = call.outputs[output_];
+      if (!whole.is_contiguous() || !output->is_contiguous() || whole.numel() != output->numel()) {
+        refuse("its output is a part of that of an op");
+      }
+      sizes_ = output->sizes().vec();
+      call.changes = true;
+      call.outputs[output_] = Tensor();  // the caller's, from now on
+      if (last_ + 1 != calls_.size()) refuse("its output is not that of its last op");
+      call.recorded->forget();
+    }
+  }
+  // From here on, only the layouts of the inputs are needed, and the memory of nothing.
+  for (auto& input : inputs_) {
+    if (input) input = layout_of(*input, 0);
+  }
+  viewed_.assign(inputs_.size(), false);
+  for (const Call& call : calls_) {
+    for (const Input& input : call.inputs) viewed_[input.input] = viewed_[input.input] || input.view;
+  }
+  made_.clear(), constants_.clear(), held_.clear();
+  if (!refusal_.empty()) calls_.clear();
+}
+
+bool Tape::fit(const std::vector<OptionalTensor>& inputs) const {
+  if (inputs.size() != inputs_.size()) return false;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const bool given = Arguments::given(inputs[i]);
+    if (given != inputs_[i].has_value()) return false;
+    if (!given) continue;
+    const Tensor &now = *inputs[i], &then = *inputs_[i];
+    if (now.scalar_type() != then.scalar_type() || now.dim() != then.dim()) return false;
+    // A mask is longer with each token. Nothing may have to be copied that was not.
+    const bool same = now.sizes() == then.sizes();
+    if (same ? now.strides() != then.strides() : now.size(-1) == then.size(-1) || viewed_[i]) return false;
+  }
+  return true;
+}
+
+void Tape::run(const std::vector<OptionalTensor>& inputs) {
+  for (Call& call : calls_) {
+    for (const Input& input : call.inputs) {
+      const Tensor& now = *inputs[input.input];
+      const auto& view = input.view;
+      call.recorded->set(
+          input.argument,
+          view ? now.as_strided(view->sizes(), view->strides(), now.storage_offset() + view->storage_offset()) : now);
+    }
+    if (call.changes) call.recorded->check(call.outputs);
+    call.recorded->run();
+  }
+}
+
+OptionalTensor Tape::replay(const std::vector<OptionalTensor>& inputs) {
+  if (calls_.empty() || !fit(inputs) || busy_.test_and_set()) return std::nullopt;
+  std::vector<std::pair<Room*, Room::State>> before;
+  for (const Call& call : calls_) {
+    for (const auto& room : call.rooms) before.emplace_back(room.get(), room->state());
+  }
+  try {
+    calls_[0].recorded->together([&] { run(inputs); });
+    Call& last = calls_[last_];
+    const Tensor output = last.recorded->outputs()[output_];
+    last.recorded->forget();
+    busy_.clear();
+    return output.sizes() == at::IntArrayRef(sizes_) ? output : output.view(sizes_);
+  } catch (...) {
+    for (const auto& [room, state] : before) room->go_back(state);
+    busy_.clear();
+    throw;
+  }
+}
+
+}  // namespace moe_metal

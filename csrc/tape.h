@@ -1,0 +1,77 @@
+// The calls of one fused layer for one new token, to be made again without Python and PyTorch's dispatcher.
+//
+// A tape records what the layer calls once: an observer sees every op. At a replay, a call whose arguments are the same
+// tensors as then (weights, and outputs of earlier calls, which the tape owns) runs as it was checked. A call with one
+// of the layer's inputs or with the rows of a cache is checked again, and so is the call whose output leaves the layer:
+// that output is a new tensor each time. An op that is not ours, a copy, or a tensor of unknown origin refuses the
+// tape; views are allowed, since calls hold their results.
+#pragma once
+#include <ATen/record_function.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "recorded.h"
+#include "room.h"
+
+namespace moe_metal {
+
+class Tape : public torch::CustomClassHolder {
+ public:
+  // The tensors that change with each token (undefined ones are absent), and those that a call may read.
+  Tape(std::vector<OptionalTensor> inputs, const std::vector<Tensor>& constants);
+  ~Tape() override;
+
+  // Between them, the ops of this thread are recorded. After the end, `refusal` says why the tape cannot be replayed,
+  // or nothing.
+  void begin();
+  void end(const OptionalTensor& output);
+  std::string refusal() const { return refusal_; }
+
+  // The layer's output for these inputs; nothing if they are not like the recorded ones, or if another thread replays.
+  OptionalTensor replay(const std::vector<OptionalTensor>& inputs);
+
+ private:
+  // An argument of a call that is the layer's input, or a view of it.
+  struct Input {
+    size_t argument, input;
+    std::optional<Tensor> view;  // its layout relative to the input, if it is not the input itself
+  };
+  struct Call {
+    std::shared_ptr<Recorded> recorded;
+    std::vector<Tensor> outputs;
+    std::vector<Input> inputs;
+    bool changes = false;  // it is checked again
+    std::vector<c10::intrusive_ptr<Room>> rooms;
+  };
+  struct Observed;
+
+  static std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& op);
+  static void op_ends(const at::RecordFunction& op, at::ObserverContext* context);
+  void add(const c10::OperatorName& name, const std::vector<c10::IValue>& arguments,
+           const std::vector<c10::IValue>& outputs);
+  void bind(Call& call, size_t index, const std::string& name, const Tensor& argument);
+  void refuse(const std::string& reason);
+  bool fit(const std::vector<OptionalTensor>& inputs) const;
+  void run(const std::vector<OptionalTensor>& inputs);
+
+  std::vector<OptionalTensor> inputs_;  // after the recording, their layouts
+  std::vector<bool> viewed_;            // whether a call reads a view of this input, so its shape must not change
+  std::unordered_set<const void*> constants_;
+  std::unordered_map<const void*, size_t> made_;  // memory of outputs -> call
+  std::vector<Tensor> held_;                      // while recording, so that no address is used twice
+  std::vector<Call> calls_;
+  size_t last_ = 0, output_ = 0;  // the output of the layer: that of this call
+  std::vector<int64_t> sizes_;
+  std::string refusal_;
+  std::optional<at::CallbackHandle> observer_;
+  int inside_ = 0;  // ops of ours that are running
+  std::atomic_flag busy_;
+};
+
+}  // namespace moe_metal

@@ -1,0 +1,521 @@
+"""Layers that are replayed in one call: the same bits as without tapes, in every way of generating, and no tape outlives
+what it was recorded from."""
+
+import copy
+import gc
+import itertools
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+
+import torch_moe_metal
+from tiny_models import CONFIGS, tiny_model, tokens
+from torch_moe_metal.transformers.fusing import tape
+from torch_moe_metal.transformers.fusing.layers import FusedPreNormLayer
+from torch_moe_metal.transformers.versions import cache_of, with_cache
+
+#: Why the layers of a family are not replayed. The others are.
+REASONS: dict[str, str] = {}
+#: Layers that are taped in one of these families, and the window.
+WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=[True, False], ids=["tape", "no tape"])
+def taped(request, monkeypatch) -> bool:
+    monkeypatch.setattr(tape, "ENABLED", request.param)
+    return request.param
+
+
+def fused(family: str = "qwen3_moe", device: str = "cpu", **changes) -> nn.Module:
+    model = tiny_model(family, device, **{"max_position_embeddings": 512} | changes)
+    torch_moe_metal.patch(model)
+    return model
+
+
+def replays(call: Callable[[], object]) -> int:
+    """How many layers were replayed while it ran."""
+    count, stock = 0, tape.LayerTape.replayed
+
+    def counted(self, *arguments):
+        nonlocal count
+        output = stock(self, *arguments)
+        count += output is not None
+        return output
+
+    tape.LayerTape.replayed = counted
+    try:
+        call()
+    finally:
+        tape.LayerTape.replayed = stock
+    return count
+
+
+class Conversation:
+    """A model and a cache, which gets tokens one at a time. Every other model has no tapes."""
+
+    def __init__(self, model: nn.Module, prompt: int = 6, batch: int = 1):
+        self.model, self.random = model, torch.Generator().manual_seed(prompt)
+        self.cache = cache_of(model(self.tokens(batch, prompt)))
+        self.batch = batch
+
+    def tokens(self, *size: int) -> Tensor:
+        return torch.randint(2, 89, size, generator=self.random).to(self.model.device)
+
+    def step(self, **more) -> Tensor:
+        return self.model(self.tokens(self.batch, 1), **with_cache(self.cache), **more).logits
+
+
+class Both:
+    """The same conversation with tapes and without."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options):
+        self.monkeypatch, self.model = monkeypatch, model
+        self.pair = [self.of(on, lambda: Conversation(model, **options)) for on in (True, False)]
+        self.replayed = 0
+
+    def of(self, on: bool, call: Callable):
+        self.monkeypatch.setattr(tape, "ENABLED", on)
+        return call()
+
+    def step(self, **more) -> None:
+        found = []
+        self.replayed += replays(lambda: found.append(self.of(True, lambda: self.pair[0].step(**more))))
+        expected = self.of(False, lambda: self.pair[1].step(**more))
+        assert torch.equal(found[0], expected)
+
+    def steps(self, count: int, **more) -> int:
+        """Returns how many layers were replayed."""
+        self.replayed = 0
+        for _ in range(count):
+            self.step(**more)
+        return self.replayed
+
+    def change(self, change: Callable) -> None:
+        for each in self.pair:
+            change(each)
+
+
+@pytest.fixture
+def both(monkeypatch) -> Callable[..., Both]:
+    return lambda model, **options: Both(model, monkeypatch, **options)
+
+
+# ------------------------------------------------------------------------------------------------ the same bits
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family(family: str, both):
+    """The reason why a family's layers are not replayed is listed, so none is lost in silence."""
+    model = fused(family)
+    layers = [module for module in model.modules() if isinstance(module, FusedPreNormLayer)]
+    replayed = both(model).steps(5)
+    reasons = {tape.why_not_taped(layer) for layer in layers} - {None}
+    assert reasons == ({REASONS[family]} if family in REASONS else set())
+    if family not in REASONS:
+        assert replayed == 3 * len(layers) > 0
+
+
+@pytest.mark.parametrize("prompt", [1, 7, 8, 9, 20])
+def test_windows(prompt: int, both):
+    """A window that fills while its layer is replayed."""
+    assert both(fused("gpt_oss", **WINDOW), prompt=prompt).steps(20) >= 30
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype, both):
+    assert both(fused().to(dtype)).steps(6) == 8
+    assert both(fused("gpt_oss", **WINDOW).to(dtype)).steps(6) == 8
+
+
+def test_packed_weights(both):
+    model = tiny_model("qwen3_moe", moe_intermediate_size=64, max_position_embeddings=512)
+    torch_moe_metal.quantize_(model, bits=4)
+    torch_moe_metal.patch(model)
+    assert both(model).steps(6) == 8
+
+
+def test_on_mps(device, both):
+    """And the same dispatches, apart from where their memory is."""
+    model = fused("qwen3_moe", device)
+    assert both(model).steps(5) == 6
+    assert both(fused("gpt_oss", device, **WINDOW), prompt=7).steps(5) >= 6
+
+
+def test_padding(both):
+    """A mask that is one column longer with each token."""
+    model = fused()
+    conversation = both(model, batch=3)
+    for length in range(7, 14):
+        mask = torch.ones(3, length, dtype=torch.long)
+        mask[0, :3] = mask[1, :1] = 0
+        conversation.step(attention_mask=mask)
+    assert conversation.replayed == 10
+    conversation.step()  # without a mask the layer is recorded again
+    assert conversation.steps(4) > 4
+
+
+@pytest.mark.parametrize("positions", [[20, 9, 300, 7, 8], [7, 7, 7, 7, 7]])
+def test_positions_that_are_given(positions: list[int], both):
+    conversation = both(fused())
+    for position in positions:
+        conversation.step(position_ids=torch.tensor([[position]]))
+    assert conversation.replayed == 6
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {"rope_type": "linear", "factor": 2.0},
+    ],
+)
+def test_angles_that_depend_on_the_length(rope: dict, both):
+    model = fused(rope_parameters=rope | {"rope_theta": 1e4}, max_position_embeddings=16)
+    assert both(model, prompt=10).steps(14) == 24
+
+
+def test_outputs_are_never_written_again(both, monkeypatch):
+    """Those of the recorded token too, whoever keeps them."""
+    kept, model = [], fused()
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: kept.append((output, output.clone())))
+    conversation = Conversation(model)
+    assert replays(lambda: [conversation.step() for _ in range(8)]) == 12
+    assert all(torch.equal(output, copied) for output, copied in kept)
+
+
+# ------------------------------------------------------------------------------------------------ ways of generating
+
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 5},
+    "beams": {"num_beams": 3},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "guidance": {"guidance_scale": 1.5},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "pieces": {"prefill_chunk_size": 3},
+    "static": {"cache_implementation": "static"},
+    "hidden states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "weights": {"output_attentions": True, "return_dict_in_generate": True},
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_generate(family: str, how: str, monkeypatch):
+    model, found = fused(family, **(WINDOW if family == "gpt_oss" else {})), []
+    for on in (True, False):
+        monkeypatch.setattr(tape, "ENABLED", on)
+        torch.manual_seed(0)
+        output = model.generate(tokens(1, 7), max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **WAYS[how])
+        found.append(getattr(output, "sequences", output))
+    assert torch.equal(*found)
+
+
+def test_drafts_record_a_layer_once(monkeypatch):
+    """An assistant generates a few tokens in each round, with the same cache."""
+    model, assistant = fused(), fused(num_hidden_layers=1)
+    recorded, stock = [], tape.LayerTape.recorded
+    monkeypatch.setattr(tape.LayerTape, "recorded", lambda *args: recorded.append(1) or stock(*args))
+    found = model.generate(tokens(1, 7), assistant_model=assistant, max_new_tokens=30, do_sample=False, pad_token_id=0)
+    assert len(recorded) <= 3
+    monkeypatch.setattr(tape, "ENABLED", False)
+    assert torch.equal(found, model.generate(tokens(1, 7), max_new_tokens=30, do_sample=False, pad_token_id=0))
+
+
+def test_memory_that_grows_keeps_the_tape(both, monkeypatch):
+    recorded, stock = [], tape.LayerTape.recorded
+    monkeypatch.setattr(tape.LayerTape, "recorded", lambda *args: recorded.append(1) or stock(*args))
+    assert both(fused(num_hidden_layers=1)).steps(450) == 448
+    assert len(recorded) == 1
+
+
+# ------------------------------------------------------------------------------------------------ changes in between
+
+
+def crop(conversation: Conversation, count: int) -> None:
+    conversation.cache.crop(-count)
+
+
+def reorder(conversation: Conversation) -> None:
+    conversation.cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def assign(conversation: Conversation) -> None:
+    for layer in conversation.cache.layers:
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+
+
+def several(conversation: Conversation) -> None:
+    ids = torch.tensor([[5, 6, 7]]).expand(conversation.batch, -1)
+    conversation.model(ids, **with_cache(conversation.cache))
+
+
+def copied(conversation: Conversation) -> None:
+    conversation.cache = copy.deepcopy(conversation.cache)
+
+
+BETWEEN = [
+    lambda each: crop(each, 1),
+    lambda each: crop(each, 0),
+    lambda each: crop(each, 3),
+    reorder,
+    assign,
+    several,
+    copied,
+]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_changes_of_the_cache(seed: int, both):
+    """Between any two tokens, in random order."""
+    choose, conversation = random.Random(seed), both(fused(), batch=2)
+    for _ in range(12):
+        conversation.steps(choose.randint(1, 5))
+        conversation.change(choose.choice(BETWEEN))
+    assert conversation.steps(6) >= 4
+
+
+class Adapter(nn.Module):
+    """A module in place of a linear layer, as PEFT's."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 1.5
+
+
+def doubled(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def of_layer(model: nn.Module) -> nn.Module:
+    return model.model.layers[1]
+
+
+def new_weight(model: nn.Module) -> None:
+    norm = of_layer(model).input_layernorm
+    norm.weight = nn.Parameter(norm.weight * 2, requires_grad=False)
+
+
+def new_data(model: nn.Module) -> None:
+    projection = of_layer(model).self_attn.o_proj
+    projection.weight.data = projection.weight.data * 2
+
+
+def in_place(model: nn.Module) -> None:
+    of_layer(model).self_attn.q_norm.weight.mul_(2)
+
+
+def in_place_experts(model: nn.Module) -> None:
+    of_layer(model).mlp.experts.down_proj.mul_(2)
+
+
+def instance_forward(model: nn.Module) -> None:
+    of_layer(model).self_attn.o_proj.forward = lambda x: x * 0.5
+
+
+def replaced(model: nn.Module) -> None:
+    attention = of_layer(model).self_attn
+    attention.o_proj = Adapter(attention.o_proj)
+
+
+CHANGES = {
+    "a weight": new_weight,
+    "the memory of a weight": new_data,
+    "a weight in place": in_place,
+    "experts in place": in_place_experts,
+    "a hook": lambda model: of_layer(model).self_attn.o_proj.register_forward_hook(doubled),
+    "a hook of a router": lambda model: of_layer(model).mlp.gate.register_forward_hook(lambda *_: None),
+    "a hook of the layer": lambda model: of_layer(model).register_forward_hook(doubled),
+    "a forward": instance_forward,
+    "a submodule": replaced,
+    "unpatched": lambda model: torch_moe_metal.unpatch(model),
+    "other experts": lambda model: model.set_experts_implementation("eager"),
+    "other attention": lambda model: model.set_attn_implementation("eager"),
+    "training": lambda model: of_layer(model).train(),
+    "the dtype": lambda model: of_layer(model).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_changes_of_the_model(what: str):
+    """The next token is that of a model that has had no tape."""
+    results = []
+    for warm in (True, False):
+        model = fused()
+        conversation = Conversation(model)
+        tape.ENABLED, before = warm, tape.ENABLED
+        try:
+            for _ in range(4):
+                conversation.step()
+            CHANGES[what](model)
+            results.append(torch.stack([conversation.step() for _ in range(4)]))
+        finally:
+            tape.ENABLED = before
+    assert torch.equal(*results)
+
+
+def test_a_hook_of_a_layer_is_honoured_without_losing_the_tape():
+    model = fused()
+    conversation = Conversation(model)
+    for _ in range(4):
+        conversation.step()
+    calls = []
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    assert replays(lambda: [conversation.step() for _ in range(3)]) == 6 and len(calls) == 3
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+MODES = {
+    "gradients": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "tangents": forward_ad.dual_level,
+    "a dispatch mode": Passing,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("what", MODES)
+def test_modes(what: str, both):
+    """A token in another mode runs without the tape; the later ones with it."""
+    conversation = both(fused())
+    conversation.steps(4)
+    with MODES[what]():
+        assert conversation.steps(1) == 0
+    conversation.steps(2)
+    assert conversation.steps(2) == 4
+
+
+def test_a_default_device_is_no_obstacle():
+    conversation = Conversation(fused())
+    with torch.device("cpu"):
+        assert replays(lambda: [conversation.step() for _ in range(5)]) == 6
+
+
+# ------------------------------------------------------------------------------------------------ memory and errors
+
+
+def test_nothing_is_kept_alive():
+    model = fused()
+    conversation = Conversation(model)
+    assert replays(lambda: [conversation.step() for _ in range(4)])
+    cache, layer = conversation.cache, weakref.ref(model.model.layers[0])
+    weight = weakref.ref(model.model.layers[0].mlp.experts.gate_up_proj)
+    del model, conversation
+    gc.collect()
+    assert layer() is None and weight() is None
+    assert cache.get_seq_length() == 10
+
+    model = fused()
+    conversation = Conversation(model)
+    assert replays(lambda: [conversation.step() for _ in range(4)])
+    stored = weakref.ref(conversation.cache.layers[0])
+    del conversation, cache
+    gc.collect()
+    assert stored() is None
+    assert not tape.TAPES[model.model.layers[0]]
+
+
+def test_copies_have_no_tape():
+    model = fused()
+    conversation = Conversation(model)
+    assert replays(lambda: [conversation.step() for _ in range(4)])
+    twin = copy.deepcopy(model)
+    twin.model.layers[0].input_layernorm.weight.mul_(3)
+    other = Conversation(twin)
+    first = [other.step() for _ in range(5)]
+    tape.ENABLED, before = False, tape.ENABLED
+    try:
+        other = Conversation(twin)
+        assert all(torch.equal(each, other.step()) for each in first)
+    finally:
+        tape.ENABLED = before
+
+
+def test_an_error_while_a_layer_is_recorded(monkeypatch):
+    """It passes through. The thread can record other layers afterwards."""
+    model = fused()
+    conversation = Conversation(model)
+    conversation.step()
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "moe", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        conversation.step()
+    monkeypatch.undo()
+    assert replays(lambda: [Conversation(model).step() for _ in range(2)]) == 0
+    other = Conversation(fused())
+    assert replays(lambda: [other.step() for _ in range(5)]) == 6
+
+
+def test_an_error_in_a_replay(monkeypatch):
+    """It passes through, and the cache is as long as before."""
+    model = fused()
+    conversation = Conversation(model)
+    for _ in range(4):
+        conversation.step()
+    mask = torch.zeros(1, 1, 1, 3, dtype=torch.bool)  # of a wrong length
+    before = conversation.cache.get_seq_length()
+    with pytest.raises(RuntimeError, match="mask"):
+        conversation.step(attention_mask=mask)
+    assert conversation.cache.layers[1].get_seq_length() == before
+    conversation.cache.crop(before - conversation.cache.get_seq_length())
+    conversation.step()
+
+
+def test_two_threads():
+    """Each with its own cache: the same results as one after the other."""
+    model = fused()
+    expected, found = [], {}
+
+    def run(seed: int) -> list[Tensor]:
+        conversation = Conversation(model, prompt=4 + seed)
+        with torch.no_grad():
+            return [conversation.step() for _ in range(30)]
+
+    expected = [run(seed) for seed in range(2)]
+    threads = [threading.Thread(target=lambda seed=seed: found.update({seed: run(seed)})) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(found[seed], expected[seed], strict=True))
+
+
+def test_other_numbers_of_threads(both):
+    conversation, before = both(fused()), torch.get_num_threads()
+    try:
+        for threads in itertools.islice(itertools.cycle((1, 2)), 8):
+            torch.set_num_threads(threads)
+            conversation.step()
+    finally:
+        torch.set_num_threads(before)
+    assert conversation.replayed == 12
+
+
+def test_caches_that_do_not_grow_are_not_replayed():
+    model = fused()
+    cache = StaticCache(model.config, max_cache_len=64)
+    assert replays(lambda: model.generate(tokens(1, 5), **with_cache(cache), max_new_tokens=6)) == 0
+    assert type(cache) is not DynamicCache

@@ -1,0 +1,176 @@
+"""A fused layer in one call: for a token after the second one of a cache, a tape replays what the layer has called
+before (csrc/tape.h), without its Python code.
+
+Whether the code would do the same again is checked for every token: modules, parameters, their memory, hooks, settings
+and modes (`Guard`). If not, the code runs, and the next token records it again. A tape belongs to a layer of the model
+and a layer of the cache, and keeps neither of them alive.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import itemgetter, methodcaller
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as nn_module
+
+from ..versions import CACHE
+from .cache import Cache, Growing, Room
+from .members import prepared_results
+
+#: TORCH_MOE_METAL_TAPE=0 switches tapes off.
+ENABLED = os.environ.get("TORCH_MOE_METAL_TAPE", "1") != "0"
+#: A layer whose state changes more often than this in a conversation is not recorded again.
+MOST_RECORDINGS = 8
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in (*HOOKS[:2], "_backward_hooks", "_backward_pre_hooks")]
+#: Arguments of a layer that change with each token without an effect, since angles and mask are inputs of the tape.
+OF_POSITION = {CACHE, "position_ids", "cache_position"}
+#: Settings of a configuration that decide which code runs.
+SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions")
+
+
+def modes() -> tuple:
+    """What decides, besides modules and arguments, which code runs."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("mps"),
+        torch._C._len_torch_dispatch_stack(),
+        forward_ad._current_level,
+        torch._C._get_tracing_state() is not None,
+        any(GLOBAL_HOOKS),
+    )
+
+
+PLAIN = ((False, True, False, 0, -1, False, False), (False, False, False, 0, -1, False, False))
+
+
+class Guard:
+    """Whether a layer would still run the same code on the same tensors."""
+
+    def __init__(self, layer: nn.Module):
+        # The layer itself is not kept: a tape must not keep it alive.
+        modules = list(layer.modules())
+        self.inner, owns = modules[1:], [vars(module) for module in modules]
+        self.owns = owns
+        self.tables = [own[name] for own in owns for name in ("_parameters", "_buffers", "_modules")]
+        self.hooks = [own[name] for own in owns[1:] for name in HOOKS]  # those of the layer run outside of the tape
+        self.configs = list({id(own["config"]): vars(own["config"]) for own in owns if "config" in own}.values())
+        self.tensors = [t for own in owns for name in ("_parameters", "_buffers") for t in own[name].values() if t is not None]
+        self.prepared = [result for module in modules for result in prepared_results(module)]
+        self.modes, self.state = modes(), self.read(layer)
+
+    def constants(self) -> list[Tensor]:
+        return [*self.tensors, *(result for _, _, result in self.prepared)]
+
+    def read(self, layer: nn.Module) -> tuple:
+        return (
+            type(layer),
+            list(map(type, self.inner)),
+            list(map(id, chain.from_iterable(map(dict.values, self.tables)))),
+            list(map(methodcaller("data_ptr"), self.tensors)),
+            list(map(len, self.owns)),
+            list(map(itemgetter("training"), self.owns)),
+            [config.get(name) for config in self.configs for name in SETTINGS],
+        )
+
+    def holds(self, layer: nn.Module) -> bool:
+        if any(self.hooks) or modes() != self.modes or self.read(layer) != self.state:
+            return False
+        return all(weight._version == version for weight, version, _ in self.prepared)
+
+
+class LayerTape:
+    """The tape of a layer for one layer of a cache."""
+
+    replay: Callable | None = None
+    guard: Guard
+    room: Room
+    others: dict  # the arguments of the layer besides the tape's inputs and positions
+    steps = 0  # tokens since there was a tape
+    recordings = 0
+
+    def replayed(self, layer: nn.Module, room: Room, inputs: list[Tensor | None], others: dict) -> Tensor | None:
+        """The layer's output, or None if its code must run."""
+        if self.replay is None or self.room is not room or self.others != others or not self.guard.holds(layer):
+            return None
+        return self.replay(inputs)
+
+    def may_be_recorded(self) -> bool:
+        """At the second of several tokens: many answers have only one."""
+        self.replay, self.steps = None, 1 if self.replay else self.steps + 1
+        return self.steps >= 2 and self.recordings < MOST_RECORDINGS and modes() in PLAIN
+
+    def recorded(self, layer: nn.Module, stored: Growing, inputs: list, others: dict, forward: Callable) -> Tensor:
+        """The output of `forward`, which is recorded."""
+        guard, room, output = Guard(layer), stored.room, None
+        recorder = torch.classes.moe_metal.Tape(inputs, guard.constants())
+        self.recordings += 1
+        recorder.begin()
+        try:
+            output = forward()
+        finally:
+            recorder.end(output)
+        if refusal := recorder.refusal():
+            REFUSALS[layer] = refusal
+        elif stored.room is room and guard.holds(layer):
+            self.guard, self.others, self.room, self.replay = guard, others, room, recorder.replay
+        return output
+
+
+def is_for(x: Tensor) -> bool:
+    """Whether tapes may compute this input of a layer: one new token of each sequence."""
+    return ENABLED and x.dim() == 3 and x.shape[1] == 1 and not torch.compiler.is_compiling()
+
+
+TAPES: WeakKeyDictionary[nn.Module, WeakKeyDictionary] = WeakKeyDictionary()
+#: The layers that cannot be recorded, and why.
+REFUSALS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def cache_layer(cache: Cache | None, mixer: nn.Module) -> Growing | None:
+    """The layer of the cache, if it holds a room."""
+    layers, index = getattr(cache, "layers", ()), mixer.__dict__.get("layer_idx", -1)
+    layer = layers[index] if 0 <= index < len(layers) else None
+    return layer if isinstance(layer, Growing) and layer.room is not None else None
+
+
+def replayed(layer: nn.Module, mixer: nn.Module, forward: Callable, x: Tensor, mask, angles, kwargs: dict) -> Tensor:
+    """The output of a layer for one new token of each sequence: replayed if there is a tape, else by `forward()`, which
+    may be recorded."""
+    stored = cache_layer(kwargs.get(CACHE), mixer)
+    pair = angles is None or (type(angles) is tuple and len(angles) == 2)
+    if stored is None or not pair or type(x) is not Tensor or layer in REFUSALS:
+        return forward()
+    tapes = TAPES.get(layer)
+    if tapes is None:
+        tapes = TAPES[layer] = WeakKeyDictionary()
+    tape = tapes.get(stored)
+    if tape is None:
+        tape = tapes[stored] = LayerTape()
+    inputs = [x, *(angles or (None, None)), mask]
+    others = {name: value for name, value in kwargs.items() if name not in OF_POSITION}
+    output = tape.replayed(layer, stored.room, inputs, others)
+    if output is not None:
+        stored.show()
+        return output
+    return tape.recorded(layer, stored, inputs, others, forward) if tape.may_be_recorded() else forward()
+
+
+def why_not_taped(layer: nn.Module) -> str | None:
+    """Why the tokens of this layer are not replayed, or None."""
+    if not ENABLED:
+        return "TORCH_MOE_METAL_TAPE is 0"
+    return REFUSALS.get(layer)
+
+
+def forget(layers: Iterable[nn.Module]) -> None:
+    """Drop the tapes of these layers, for example because their weights are moved."""
+    for layer in layers:
+        TAPES.pop(layer, None)
+        REFUSALS.pop(layer, None)
