@@ -46,7 +46,11 @@ struct Tape::Observed : at::ObserverContext {
 };
 
 Tape::Tape(std::vector<OptionalTensor> inputs, const std::vector<Tensor>& constants) : inputs_(std::move(inputs)) {
-  for (const Tensor& constant : constants) constants_.insert(memory_of(constant));
+  TORCH_CHECK(inputs_.size() == 4, "moe_metal::Tape: expected x, cos, sin and mask");
+  for (const Tensor& constant : constants) {
+    constants_.emplace_back(constant, constant.const_data_ptr());
+    known_.insert(memory_of(constant));
+  }
 }
 
 Tape::~Tape() {
@@ -146,7 +150,7 @@ void Tape::bind(Call& call, size_t index, const std::string& name, const Tensor&
     call.changes = true;
     return;
   }
-  if (!made_.contains(memory) && !constants_.contains(memory)) refuse(name + " is neither a weight nor of this layer");
+  if (!made_.contains(memory) && !known_.contains(memory)) refuse(name + " is neither a weight nor of this layer");
 }
 
 void Tape::end(const OptionalTensor& output) {
@@ -182,40 +186,44 @@ void Tape::end(const OptionalTensor& output) {
   for (const Call& call : calls_) {
     for (const Input& input : call.inputs) viewed_[input.input] = viewed_[input.input] || input.view;
   }
-  made_.clear(), constants_.clear(), held_.clear();
-  if (!refusal_.empty()) calls_.clear();
+  made_.clear(), known_.clear(), held_.clear();
+  if (!refusal_.empty()) calls_.clear(), constants_.clear();
 }
 
-bool Tape::fit(const std::vector<OptionalTensor>& inputs) const {
-  if (inputs.size() != inputs_.size()) return false;
+bool Tape::fit(const Inputs& inputs) const {
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool given = Arguments::given(inputs[i]);
-    if (given != inputs_[i].has_value()) return false;
-    if (!given) continue;
+    if ((inputs[i] != nullptr) != inputs_[i].has_value()) return false;
+    if (!inputs[i]) continue;
     const Tensor &now = *inputs[i], &then = *inputs_[i];
     if (now.scalar_type() != then.scalar_type() || now.dim() != then.dim()) return false;
     // A mask is longer with each token. Nothing may have to be copied that was not.
     const bool same = now.sizes() == then.sizes();
     if (same ? now.strides() != then.strides() : now.size(-1) == then.size(-1) || viewed_[i]) return false;
   }
-  return true;
+  const auto stays = [](const auto& constant) { return constant.first.const_data_ptr() == constant.second; };
+  return std::all_of(constants_.begin(), constants_.end(), stays);
 }
 
-void Tape::run(const std::vector<OptionalTensor>& inputs) {
+void Tape::run(const Inputs& inputs) {
   for (Call& call : calls_) {
     for (const Input& input : call.inputs) {
       const Tensor& now = *inputs[input.input];
-      const auto& view = input.view;
-      call.recorded->set(
-          input.argument,
-          view ? now.as_strided(view->sizes(), view->strides(), now.storage_offset() + view->storage_offset()) : now);
+      if (const auto& view = input.view) {
+        const int64_t offset = now.storage_offset() + view->storage_offset();
+        call.recorded->set(input.argument, now.as_strided(view->sizes(), view->strides(), offset));
+      } else {
+        call.recorded->set(input.argument, now);
+      }
     }
     if (call.changes) call.recorded->check(call.outputs);
     call.recorded->run();
   }
 }
 
-OptionalTensor Tape::replay(const std::vector<OptionalTensor>& inputs) {
+OptionalTensor Tape::replay(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin,
+                            const OptionalTensor& mask) {
+  const auto given = [](const OptionalTensor& input) { return Arguments::given(input) ? &*input : nullptr; };
+  const Inputs inputs = {&x, given(cos), given(sin), given(mask)};
   if (calls_.empty() || !fit(inputs) || busy_.test_and_set()) return std::nullopt;
   std::vector<std::pair<Room*, Room::State>> before;
   for (const Call& call : calls_) {

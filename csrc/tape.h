@@ -8,6 +8,7 @@
 #pragma once
 #include <ATen/record_function.h>
 
+#include <array>
 #include <atomic>
 #include <exception>
 #include <memory>
@@ -33,8 +34,10 @@ class Tape : public torch::CustomClassHolder {
   void end(const OptionalTensor& output);
   std::string refusal() const { return refusal_; }
 
-  // The layer's output for these inputs; nothing if they are not like the recorded ones, or if another thread replays.
-  OptionalTensor replay(const std::vector<OptionalTensor>& inputs);
+  // The layer's output for these inputs; nothing if they are not like the recorded ones, if a constant has other
+  // memory, or if another thread replays.
+  OptionalTensor replay(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin,
+                        const OptionalTensor& mask);
 
  private:
   // An argument of a call that is the layer's input, or a view of it.
@@ -50,6 +53,7 @@ class Tape : public torch::CustomClassHolder {
     std::vector<c10::intrusive_ptr<Room>> rooms;
   };
   struct Observed;
+  using Inputs = std::array<const Tensor*, 4>;  // null: absent
 
   static std::unique_ptr<at::ObserverContext> op_begins(const at::RecordFunction& op);
   static void op_ends(const at::RecordFunction& op, at::ObserverContext* context);
@@ -57,14 +61,15 @@ class Tape : public torch::CustomClassHolder {
            const std::vector<c10::IValue>& outputs);
   void bind(Call& call, size_t index, const std::string& name, const Tensor& argument);
   void refuse(const std::string& reason);
-  bool fit(const std::vector<OptionalTensor>& inputs) const;
-  void run(const std::vector<OptionalTensor>& inputs);
+  bool fit(const Inputs& inputs) const;
+  void run(const Inputs& inputs);
 
   std::vector<OptionalTensor> inputs_;  // after the recording, their layouts
   std::vector<bool> viewed_;            // whether a call reads a view of this input, so its shape must not change
-  std::unordered_set<const void*> constants_;
-  std::unordered_map<const void*, size_t> made_;  // memory of outputs -> call
-  std::vector<Tensor> held_;                      // while recording, so that no address is used twice
+  std::vector<std::pair<Tensor, const void*>> constants_;  // and where their elements were
+  std::unordered_set<const void*> known_;                  // memory of constants, while recording
+  std::unordered_map<const void*, size_t> made_;           // memory of outputs -> call
+  std::vector<Tensor> held_;                               // while recording, so that no address is used twice
   std::vector<Call> calls_;
   size_t last_ = 0, output_ = 0;  // the output of the layer: that of this call
   std::vector<int64_t> sizes_;

@@ -94,7 +94,7 @@ class Growing(DynamicLayer):
 
     def show(self) -> None:
         """Store what torch.compile reads, if it is used at all. Called after each change of the room."""
-        if cached_backends:
+        if any(cached_backends.values()):  # torch.compiler.disable has None
             self.take_from(self.room)
 
     def may_grow(self, keys: Tensor, values: Tensor) -> bool:
