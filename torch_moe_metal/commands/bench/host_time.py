@@ -201,7 +201,8 @@ def run(options: Namespace) -> int:
         print(f"bench-host: {reason}", file=sys.stderr)
         return 2
     about = {"torch_moe_metal": __version__, "torch": torch.__version__, "device": options.device}
-    about |= {"dtype": str(options.dtype).removeprefix("torch."), "layers": options.layers, "rounds": options.rounds}
+    about |= {"dtype": str(options.dtype).removeprefix("torch."), "layers": options.layers}
+    about |= {"tokens": options.tokens, "rounds": options.rounds}
     if not options.json:
         print("   ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     found, progress = {}, Progress(2 * options.rounds * len(names), wanted=not options.json)
@@ -212,5 +213,5 @@ def run(options: Namespace) -> int:
             if not options.json:
                 print(table(family, found[family]), flush=True)
     if options.json:
-        print(json_of({**machine(), **about, "tokens": options.tokens, "families": found}))
+        print(json_of({**machine(), **about, "families": found}))
     return 0
