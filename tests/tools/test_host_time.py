@@ -58,6 +58,7 @@ def test_times_are_those_of_the_tokens(monkeypatch):
     def with_a_clock(*args) -> dict[str, nn.Module]:
         made = models(*args)
         for model in made.values():
+            assert model.dtype == torch.bfloat16
             model.register_forward_hook(forward)
         return made
 
@@ -66,7 +67,7 @@ def test_times_are_those_of_the_tokens(monkeypatch):
     monkeypatch.setattr(host_time.time, "thread_time", lambda: now[0])
     monkeypatch.setattr(host_time, "table", lambda _, found: rows.append(found) or "")
     rows: list[dict] = []
-    assert main([*COMMAND, "--families", "gpt_oss"]) == 0
+    assert main([*COMMAND, "--families", "gpt_oss", "--dtype", "bf16"]) == 0
     for name in ("stock", "patched"):
         assert [rows[0][key][name] for key in (GENERATE, FORWARD, ANSWERS)] == pytest.approx([1, 1, 16])
 
