@@ -66,6 +66,14 @@ class GivenOutputs {
   static inline thread_local GivenOutputs* current = nullptr;
 };
 
+// A view, without PyTorch's dispatcher. It is only for kernels: it has no version that PyTorch could compare.
+inline Tensor view_of(const Tensor& tensor, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
+                                                   tensor.key_set(), tensor.dtype());
+  view->set_sizes_and_strides(sizes, strides, offset);
+  return Tensor(std::move(view));
+}
+
 // Call it after all checks: copying an expanded tensor of a wrong shape could run out of memory.
 inline void make_contiguous(std::initializer_list<Tensor*> tensors) {
   for (Tensor* tensor : tensors) {
@@ -249,7 +257,7 @@ class Arguments {
       for (int64_t i = 0; i < ones; ++i) choices += (i > 0 ? " or " : "") + spelled(letters[i]);
       wrong_shape(name, tensor, letters, "", 0, choices);
     }
-    return tensor.expand(shape);
+    return tensor.sizes().equals(shape) ? tensor : tensor.expand(shape);
   }
 
   // moe_metal::gate: router_weight: expected shape [E, H] with H = 2048, got [128, 1024]

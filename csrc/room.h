@@ -6,9 +6,7 @@
 //
 // Everything is inline, because the libraries of the backends use it as well.
 #pragma once
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/empty_ops.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -16,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-namespace moe_metal {
+#include "arguments.h"
 
-using at::Tensor;
+namespace moe_metal {
 
 class Room : public torch::CustomClassHolder {
  public:
@@ -38,13 +36,12 @@ class Room : public torch::CustomClassHolder {
   Parts shown() const { return between(first_, end_); }
   int64_t stored() const { return end_ - first_; }
   // The rows that the last tokens see.
-  Parts seen() const { return between(seen_, end_); }
+  Parts seen() const { return memory_[0].defined() ? for_kernels(seen_, end_) : between(seen_, end_); }
 
   // The free rows for the next tokens, whose keys and values are like these. They are stored after advance().
   Parts reserve(int64_t more, const Tensor& like) {
-    const int64_t total = stored() + more;
-    if (!fits(more, total)) move(total, like);
-    return between(end_, end_ + more);
+    make_space(more, like);
+    return for_kernels(end_, end_ + more);
   }
   void advance(int64_t more) {
     end_ += more, total_ += more;
@@ -57,10 +54,11 @@ class Room : public torch::CustomClassHolder {
   // Copies rows of keys and values. -> what their queries see
   Parts append(const Tensor& keys, const Tensor& values) {
     const int64_t more = rows(keys);
-    const Parts to = reserve(more, keys);
+    make_space(more, keys);
+    const Parts to = between(end_, end_ + more);
     to.first.copy_(keys), to.second.copy_(values);
     advance(more);
-    return seen();
+    return between(seen_, end_);
   }
   // Makes these keys, a view of the memory, the last that are stored. Later ones will be overwritten.
   void show(const Tensor& keys) {
@@ -116,6 +114,20 @@ class Room : public torch::CustomClassHolder {
     const int64_t width = given_[0].size(-1);
     return {both.narrow(-1, 0, width), both.narrow(-1, width, both.size(-1) - width)};
   }
+  // The same without PyTorch's dispatcher, for memory of the room.
+  Parts for_kernels(int64_t first, int64_t end) const {
+    const auto of = [&](const Tensor& memory, int64_t column, int64_t width) {
+      const c10::SmallVector<int64_t, 5> sizes = {memory.size(0), memory.size(1), end - first, width};
+      return view_of(memory, sizes, memory.strides(), memory.storage_offset() + first * memory.stride(2) + column);
+    };
+    const int64_t width = given_[0].size(-1), value_width = given_[1].size(-1);
+    if (!side_by_side_) return {of(memory_[0], 0, width), of(memory_[1], 0, value_width)};
+    return {of(memory_[0], 0, width), of(memory_[0], width, value_width)};
+  }
+  void make_space(int64_t more, const Tensor& like) {
+    const int64_t total = stored() + more;
+    if (!fits(more, total)) move(total, like);
+  }
   // Whether more rows can be written in place. Memory of inference mode can only be written in inference mode.
   bool fits(int64_t more, int64_t total) const {
     const Tensor& memory = memory_[0];
@@ -129,8 +141,7 @@ class Room : public torch::CustomClassHolder {
     const auto allocate = [&](int64_t rows, int64_t width) {
       c10::SmallVector<int64_t, 5> sizes(given_[0].sizes().begin(), given_[0].sizes().end());
       sizes[sizes.size() - 2] = rows, sizes.back() = width;
-      return at::_ops::empty_memory_format::call(c10::fromIntArrayRefSlow(sizes), like.scalar_type(), std::nullopt,
-                                                 like.device(), std::nullopt, std::nullopt);
+      return empty(sizes, at::TensorOptions(like.device()).dtype(like.scalar_type()));
     };
     const int64_t rows = rows_to_allocate(total), width = given_[0].size(-1), value_width = given_[1].size(-1);
     if (side_by_side_) {

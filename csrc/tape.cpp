@@ -1,7 +1,6 @@
 #include "tape.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/as_strided.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -206,7 +205,7 @@ void Tape::run(const Inputs& inputs) {
       const Tensor& now = *inputs[input.input];
       if (const auto& view = input.view) {
         const int64_t offset = now.storage_offset() + view->storage_offset();
-        call.recorded->set(input.argument, now.as_strided(view->sizes(), view->strides(), offset));
+        call.recorded->set(input.argument, view_of(now, view->sizes(), view->strides(), offset));
       } else {
         call.recorded->set(input.argument, now);
       }
@@ -225,6 +224,7 @@ OptionalTensor Tape::replay(const Tensor& x, const OptionalTensor& cos, const Op
   const auto given = [](const OptionalTensor& input) { return Arguments::given(input) ? &*input : nullptr; };
   const Inputs inputs = {&x, given(cos), given(sin), given(mask)};
   if (calls_.empty() || !fit(inputs) || busy_.test_and_set()) return std::nullopt;
+  RECORD_FUNCTION("moe_metal::replay", std::vector<c10::IValue>());
   std::vector<std::pair<Room*, Room::State>> before;
   for (const Call& call : calls_) {
     for (const auto& room : call.rooms) before.emplace_back(room.get(), room->state());

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import torch_moe_metal
+from conftest import DEVICES, SIMULATED
 from tiny_models import CONFIGS, tiny_model, tokens
 from torch_moe_metal.transformers.fusing import tape
 from torch_moe_metal.transformers.fusing.layers import FusedPreNormLayer
@@ -148,11 +149,37 @@ def test_packed_weights(both):
     assert both(model).steps(6) == 8
 
 
-def test_on_mps(device, both):
-    """And the same dispatches, apart from where their memory is."""
-    model = fused("qwen3_moe", device)
-    assert both(model).steps(5) == 6
+def test_on_each_device(device, both):
+    assert both(fused("qwen3_moe", device)).steps(5) == 6
     assert both(fused("gpt_oss", device, **WINDOW), prompt=7).steps(5) >= 6
+
+
+def dispatches(call: Callable[[], object]) -> list[tuple]:
+    """What was encoded, apart from the addresses of buffers."""
+    import metal_sim
+
+    with metal_sim.record() as record:
+        call()
+    names = ("index", "offset", "bytes")
+    arguments = [[[each.get(name) for name in names] for each in found.arguments] for found in record.dispatches]
+    return [
+        (found.kernel, found.grid, found.threads, bound)
+        for found, bound in zip(record.dispatches, arguments, strict=True)
+    ]
+
+
+@pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="a Mac's own Metal does not record")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_same_dispatches(batch: int, both):
+    """Each replayed dispatch is the one that the layer's code encodes: kernel, grid, offsets and params."""
+    conversation = both(fused("qwen3_moe", "mps"), batch=batch)
+    conversation.steps(3)
+    found, expected = (
+        dispatches(lambda on=on, each=each: conversation.of(on, each.step))
+        for on, each in zip((True, False), conversation.pair, strict=True)
+    )
+    assert [each[0] for each in found].count("rope_float") == 2
+    assert found == expected
 
 
 def test_padding(both):
@@ -337,7 +364,15 @@ def replaced(model: nn.Module) -> None:
     attention.o_proj = Adapter(attention.o_proj)
 
 
+def other_class(model: nn.Module) -> None:
+    norm = of_layer(model).self_attn.q_norm
+    norm.__class__ = type(
+        "Doubled", (type(norm),), {"forward": lambda self, x: type(self).__mro__[1].forward(self, x) * 2}
+    )
+
+
 CHANGES = {
+    "a class": other_class,
     "a weight": new_weight,
     "the memory of a weight": new_data,
     "a weight in place": in_place,
@@ -371,6 +406,31 @@ def test_changes_of_the_model(what: str):
         finally:
             tape.ENABLED = before
     assert torch.equal(*results)
+
+
+#: A part of the guard's state, and a change that only it notices.
+PARTS = {0: "a submodule", 1: "a class", 2: "a forward", 4: "other experts"}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_the_guard_is_needed(part: int, monkeypatch):
+    read = tape.Guard.read
+    monkeypatch.setattr(tape.Guard, "read", lambda self: read(self)[:part] + read(self)[part + 1 :])
+    with pytest.raises(AssertionError):
+        test_changes_of_the_model(PARTS[part])
+
+
+@pytest.mark.parametrize("what", ["a hook", "gradients"])
+def test_the_rest_of_the_guard_is_needed(what: str, monkeypatch, both):
+    if what == "a hook":
+        holds = tape.Guard.holds
+        monkeypatch.setattr(tape.Guard, "holds", lambda self, layer: setattr(self, "empty", []) or holds(self, layer))
+        with pytest.raises(AssertionError):
+            test_changes_of_the_model(what)
+    else:
+        monkeypatch.setattr(tape, "modes", lambda: tape.PLAIN[0])
+        with pytest.raises(AssertionError):
+            test_modes(what, both)
 
 
 def test_a_hook_of_a_layer_is_honoured_without_losing_the_tape():

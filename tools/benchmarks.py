@@ -95,7 +95,11 @@ def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
     def cell(key: str, value: float) -> str:
         if key == "weights GB":
             return f"{value:.1f} GB"
-        return f"{value:.0f}" if key == "ops per token" else f"{value:.1f} ({value / stock[key]:.2f} x)"
+        return (
+            f"{value:.0f}"
+            if key in ("ops per token", "replayed layers")
+            else f"{value:.1f} ({value / stock[key]:.2f} x)"
+        )
 
     columns = ("", *(key.removesuffix(" GB") for key in stock))
     return table(columns, [(name, *(cell(key, row[key]) for key in stock)) for name, row in rows.items()])

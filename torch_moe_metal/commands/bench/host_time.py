@@ -7,8 +7,8 @@ between answers of 64 and of 64 + `--tokens` tokens. A forward is one call of th
 16 tokens includes the prompt.
 
 Dispatcher calls are those of one forward, counted by PyTorch's profiler: each call of an op from Python, ours or
-PyTorch's, views too. What an op calls in turn is not counted, as in `linear`, which transposes its weight. A method of
-a C++ class is no op, so it is not counted either, but the ops that it calls are.
+PyTorch's, views too. What an op calls in turn is not counted, as in `linear`, which transposes its weight. A
+layer that is replayed in one call counts as one: `moe_metal::replay`.
 """
 
 import os
@@ -45,8 +45,8 @@ CALLS, VIEWS = "dispatcher calls per token", "of them views"
 def is_view(op: str) -> bool:
     """Whether an op, such as `aten::slice`, can return a view of an argument."""
     namespace, _, name = op.partition("::")
-    overloads = getattr(getattr(torch.ops, namespace), name)
-    return any(getattr(overloads, overload).is_view for overload in overloads.overloads())
+    overloads = getattr(getattr(torch.ops, namespace), name, None)  # None: a replayed layer
+    return overloads is not None and any(getattr(overloads, overload).is_view for overload in overloads.overloads())
 
 
 def dispatcher_calls(function: Callable[[], object]) -> Counter[str]:

@@ -192,11 +192,13 @@ def filled_cache(model: nn.Module, context: int):
 class Decoded(NamedTuple):
     speed: float  # tokens per second
     host: float  # milliseconds per token until the call of the model returns
-    ops: int  # per token
+    ops: int  # per token, of code that is not replayed
+    replayed: int  # layers that were replayed in one call
 
 
 def decode(model: nn.Module, token: torch.Tensor, context: int, tokens: int) -> Decoded:
     """Decode with this many tokens in the cache."""
+    from ...transformers.fusing.tape import replayed_layers
     from ...transformers.versions import with_cache
 
     cache = filled_cache(model, context)
@@ -207,9 +209,10 @@ def decode(model: nn.Module, token: torch.Tensor, context: int, tokens: int) -> 
         host.append(time.perf_counter() - start)
         seconds.append(synchronized(token.device.type) - start)
         token = output.logits[:, -1:].argmax(-1)
+    replayed = replayed_layers(cache)
     with calls() as counter:
         model(token, **with_cache(cache))
-    return Decoded(1 / statistics.median(seconds), statistics.median(host) * 1e3, counter.total())
+    return Decoded(1 / statistics.median(seconds), statistics.median(host) * 1e3, counter.total(), replayed)
 
 
 def speed_at(context: int) -> str:
@@ -223,6 +226,7 @@ def measured(model: nn.Module, ids: torch.Tensor, contexts: list[int]) -> dict[s
         **{speed_at(context): found.speed for context, found in decoded.items()},
         **({HOST: first.host} if ids.device.type != "cpu" else {}),
         "ops per token": first.ops,
+        "replayed layers": first.replayed,
         "prefill tokens/s": prefill(model, ids),
         "weights GB": weights_gb(model),
     }
@@ -249,11 +253,14 @@ def measure(options: Namespace) -> dict[str, dict[str, float]]:
 
 def table(medians: dict[str, dict[str, float]]) -> str:
     stock = medians["stock"]
-    speeds = [key for key in stock if key not in ("ops per token", "weights GB")]
-    lines = [f"{'':24}{''.join(f'{key:>27}' for key in speeds)}{'ops per token':>16}{'weights GB':>12}"]
+    counts = {"ops per token": 16, "replayed layers": 17}  # and the widths of their columns
+    speeds = [key for key in stock if key not in (*counts, "weights GB")]
+    titles = "".join(f"{key:>{width}}" for key, width in counts.items())
+    lines = [f"{'':24}{''.join(f'{key:>27}' for key in speeds)}{titles}{'weights GB':>12}"]
     for name, row in medians.items():
         rates = "".join(f"{f'{row[key]:.1f} ({row[key] / stock[key]:.2f}x)':>27}" for key in speeds)
-        lines.append(f"{name:24}{rates}{row['ops per token']:>16.0f}{row['weights GB']:>12.1f}")
+        shown = "".join(f"{row[key]:>{width}.0f}" for key, width in counts.items())
+        lines.append(f"{name:24}{rates}{shown}{row['weights GB']:>12.1f}")
     return "\n".join(lines)
 
 

@@ -180,7 +180,10 @@ class FusedAttention(FusedProjections):
             if complex_angles:
                 q, k = with_neighbours_paired(q), with_neighbours_paired(k)
         if norms and not first:
-            q, k = (ops.norm(x, record.norm_weight(norm), eps=eps_of(norm)) for x, norm in zip((q, k), norms[:2], strict=True))
+            q, k = (
+                ops.norm(x, record.norm_weight(norm), eps=eps_of(norm))
+                for x, norm in zip((q, k), norms[:2], strict=True)
+            )
         return q, k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:

@@ -176,6 +176,12 @@ def computed(layer: nn.Module, forward: Callable, x: Tensor, mask, angles, kwarg
     return output
 
 
+def replayed_layers(cache: Cache) -> int:
+    """How many layers of the model are replayed with this cache."""
+    tapes = [getattr(layer, "tape", None) for layer in cache.layers]
+    return sum(tape is not None and tape.replay is not None for tape in tapes)
+
+
 def why_not_taped(layer: nn.Module) -> str | None:
     """Why the tokens of this layer are not replayed, or None."""
     return REFUSALS.get(layer) if ENABLED else "TORCH_MOE_METAL_TAPE is 0"
