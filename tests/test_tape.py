@@ -1,5 +1,5 @@
-"""Layers that are replayed in one call: the same bits as without tapes, in every way of generating, and no tape outlives
-what it was recorded from."""
+"""Layers that are replayed in one call: the same bits as without tapes, in every way of generating, and no tape
+outlives what it was recorded from."""
 
 import copy
 import gc
@@ -366,9 +366,8 @@ def replaced(model: nn.Module) -> None:
 
 def other_class(model: nn.Module) -> None:
     norm = of_layer(model).self_attn.q_norm
-    norm.__class__ = type(
-        "Doubled", (type(norm),), {"forward": lambda self, x: type(self).__mro__[1].forward(self, x) * 2}
-    )
+    stock = type(norm)
+    norm.__class__ = type("Doubled", (stock,), {"forward": lambda self, x: stock.forward(self, x) * 2})
 
 
 CHANGES = {
@@ -477,31 +476,45 @@ def test_a_default_device_is_no_obstacle():
 # ------------------------------------------------------------------------------------------------ memory and errors
 
 
-def test_nothing_is_kept_alive():
-    model = fused()
+def replayed_conversation(model: nn.Module) -> Conversation:
     conversation = Conversation(model)
-    assert replays(lambda: [conversation.step() for _ in range(4)])
-    cache, layer = conversation.cache, weakref.ref(model.model.layers[0])
-    weight = weakref.ref(model.model.layers[0].mlp.experts.gate_up_proj)
-    del model, conversation
+
+    def steps() -> None:
+        for _ in range(4):
+            conversation.step()
+
+    assert replays(steps)
+    return conversation
+
+
+def test_the_model_is_not_kept_alive():
+    model = fused()
+    cache = replayed_conversation(model).cache
+    layer, weight = (weakref.ref(each) for each in (model.model.layers[0], model.model.layers[0].mlp.experts.down_proj))
+    del model
     gc.collect()
     assert layer() is None and weight() is None
     assert cache.get_seq_length() == 10
 
+
+def test_the_cache_is_not_kept_alive():
     model = fused()
-    conversation = Conversation(model)
-    assert replays(lambda: [conversation.step() for _ in range(4)])
-    stored = weakref.ref(conversation.cache.layers[0])
-    del conversation, cache
+    stored = weakref.ref(replayed_conversation(model).cache.layers[0])
     gc.collect()
     assert stored() is None
     assert not list(tape.TAPES[model.model.layers[0]])
 
 
+def test_weights_that_were_moved_are_not_kept_alive():
+    model = fused()
+    conversation = replayed_conversation(model)
+    model.to(torch.float16)
+    assert conversation.cache.layers[0].tape.replay is None
+
+
 def test_copies_have_no_tape():
     model = fused()
-    conversation = Conversation(model)
-    assert replays(lambda: [conversation.step() for _ in range(4)])
+    replayed_conversation(model)
     twin = copy.deepcopy(model)
     twin.model.layers[0].input_layernorm.weight.mul_(3)
     other = Conversation(twin)

@@ -95,11 +95,9 @@ def rows_of_model(rows: dict[str, dict[str, float]]) -> str:
     def cell(key: str, value: float) -> str:
         if key == "weights GB":
             return f"{value:.1f} GB"
-        return (
-            f"{value:.0f}"
-            if key in ("ops per token", "replayed layers")
-            else f"{value:.1f} ({value / stock[key]:.2f} x)"
-        )
+        if key in ("ops per token", "replayed layers"):
+            return f"{value:.0f}"
+        return f"{value:.1f} ({value / stock[key]:.2f} x)"
 
     columns = ("", *(key.removesuffix(" GB") for key in stock))
     return table(columns, [(name, *(cell(key, row[key]) for key in stock)) for name, row in rows.items()])

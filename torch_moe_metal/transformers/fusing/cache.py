@@ -115,8 +115,8 @@ class Growing(DynamicLayer):
         return seen
 
     def enter_room(self, keys: Tensor, values: Tensor) -> None:
-        own = vars(self)
-        stored = [own[name] if rows_of(own[name]) else new[..., :0, :] for name, new in zip(PARTS, (keys, values))]
+        own, new = vars(self), {"keys": keys, "values": values}
+        stored = [own[name] if rows_of(own[name]) else new[name][..., :0, :] for name in PARTS]
         room = new_room(*stored, self.side_by_side and keys.shape[:-1] == values.shape[:-1], self.window())
         own["room"] = room
         del own["keys"], own["values"]
