@@ -22,6 +22,8 @@ class Recorded {
   // Whether a check has copied an argument.
   virtual bool copies() const = 0;
   virtual void run() const = 0;
+  // Replaces the output of an op that has one, with an undefined tensor too. Returns whether it could.
+  virtual bool set_output(const Tensor& output) = 0;
   // Frees the outputs and temporary tensors of the last check.
   virtual void forget() = 0;
   // Runs `all`, which runs calls of this device, so that the device gets them at once.
@@ -60,6 +62,14 @@ class RecordedCall final : public Recorded {
   }
   bool copies() const override { return copies_; }
   void run() const override { Operator::template run<kernel>(*call_); }
+  bool set_output(const Tensor& output) override {
+    if constexpr (requires { call_->output; } && std::is_same_v<decltype(call_->outputs()), Tensor>) {
+      call_->output = output;
+      return true;
+    } else {
+      return false;
+    }
+  }
   void forget() override { call_.reset(); }
   void together(const std::function<void()>& all) const override { encode_together(all); }
 

@@ -153,31 +153,27 @@ void Tape::bind(Call& call, size_t index, const std::string& name, const Tensor&
   if (!made_.contains(memory) && !known_.contains(memory)) refuse(name + " is neither a weight nor of this layer");
 }
 
+// From now on the output is the caller's. Each replay makes a new one.
+void Tape::take_output(const Tensor& output) {
+  const auto found = made_.find(memory_of(output));
+  if (found == made_.end() || found->second + 1 != calls_.size())
+    return refuse("its output is not that of its last op");
+  Call& last = calls_.back();
+  if (last.outputs.size() != 1) return refuse("its last op has several outputs");
+  output_ = last.outputs[0].options();
+  shape_ = last.outputs[0].sizes().vec(), sizes_ = output.sizes().vec();
+  const bool whole = c10::multiply_integers(shape_) == c10::multiply_integers(sizes_);
+  if (!whole || !output.is_contiguous()) return refuse("its output is a part of that of an op");
+  last.outputs = {Tensor()};
+  if (!last.changes) last.changes = !last.recorded->set_output(Tensor());
+}
+
 void Tape::end(const OptionalTensor& output) {
   if (recording == this) recording = nullptr;
   if (observer_) at::removeCallback(*observer_);
   observer_.reset();
   if (!output) refuse("the layer raised an error");
-  if (refusal_.empty()) {
-    const auto found = made_.find(memory_of(*output));
-    if (found == made_.end()) {
-      refuse("its output is not one of an op of ours");
-    } else {
-      last_ = found->second;
-      Call& call = calls_[last_];
-      const auto same = [&](const Tensor& each) { return memory_of(each) == memory_of(*output); };
-      output_ = std::find_if(call.outputs.begin(), call.outputs.end(), same) - call.outputs.begin();
-      const Tensor& whole = call.outputs[output_];
-      if (!whole.is_contiguous() || !output->is_contiguous() || whole.numel() != output->numel()) {
-        refuse("its output is a part of that of an op");
-      }
-      sizes_ = output->sizes().vec();
-      call.changes = true;
-      call.outputs[output_] = Tensor();  // the caller's, from now on
-      if (last_ + 1 != calls_.size()) refuse("its output is not that of its last op");
-      call.recorded->forget();
-    }
-  }
+  if (refusal_.empty()) take_output(*output);
   // From here on, only the layouts of the inputs are needed, and the memory of nothing.
   for (auto& input : inputs_) {
     if (input) input = layout_of(*input, 0);
@@ -215,7 +211,11 @@ void Tape::run(const Inputs& inputs) {
         call.recorded->set(input.argument, now);
       }
     }
-    if (call.changes) call.recorded->check(call.outputs);
+    if (call.changes) {
+      call.recorded->check(call.outputs);
+    } else if (&call == &calls_.back()) {
+      call.recorded->set_output(empty(shape_, output_));
+    }
     call.recorded->run();
   }
 }
@@ -231,9 +231,9 @@ OptionalTensor Tape::replay(const Tensor& x, const OptionalTensor& cos, const Op
   }
   try {
     calls_[0].recorded->together([&] { run(inputs); });
-    Call& last = calls_[last_];
-    const Tensor output = last.recorded->outputs()[output_];
-    last.recorded->forget();
+    const Call& last = calls_.back();
+    const Tensor output = last.recorded->outputs()[0];
+    last.changes ? last.recorded->forget() : static_cast<void>(last.recorded->set_output(Tensor()));
     busy_.clear();
     return output.sizes() == at::IntArrayRef(sizes_) ? output : output.view(sizes_);
   } catch (...) {

@@ -61,6 +61,7 @@ class Tape : public torch::CustomClassHolder {
            const std::vector<c10::IValue>& outputs);
   void bind(Call& call, size_t index, const std::string& name, const Tensor& argument);
   void refuse(const std::string& reason);
+  void take_output(const Tensor& output);
   bool fit(const Inputs& inputs) const;
   void run(const Inputs& inputs);
 
@@ -71,8 +72,8 @@ class Tape : public torch::CustomClassHolder {
   std::unordered_map<const void*, size_t> made_;           // memory of outputs -> call
   std::vector<Tensor> held_;                               // while recording, so that no address is used twice
   std::vector<Call> calls_;
-  size_t last_ = 0, output_ = 0;  // the output of the layer: that of this call
-  std::vector<int64_t> sizes_;
+  at::TensorOptions output_;            // of the last call's output, which is the layer's
+  std::vector<int64_t> shape_, sizes_;  // the sizes of both
   std::string refusal_;
   std::optional<at::CallbackHandle> observer_;
   int inside_ = 0;  // ops of ours that are running

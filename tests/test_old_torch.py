@@ -48,10 +48,10 @@ def test_patch(monkeypatch):
 
 
 @pytest.mark.parametrize("chosen", ["cpu", "mps"])
-@pytest.mark.parametrize("command", ["chat", "serve", "bench-model"])
+@pytest.mark.parametrize("command", ["chat", "serve", "bench-model", "bench-host"])
 def test_commands(command: str, chosen: str, monkeypatch, capsys):
     play(monkeypatch)
-    model = ["any/model"] if command != "bench-model" else []
+    model = ["any/model"] if command in ("chat", "serve") else []
     assert main([command, *model, "--device", chosen]) == 2
     assert capsys.readouterr().err == f"{command}: {SAID}\n"
 

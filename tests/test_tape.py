@@ -435,7 +435,7 @@ def test_nothing_is_kept_alive():
     del conversation, cache
     gc.collect()
     assert stored() is None
-    assert not tape.TAPES[model.model.layers[0]]
+    assert not list(tape.TAPES[model.model.layers[0]])
 
 
 def test_copies_have_no_tape():

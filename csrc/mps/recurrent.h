@@ -1,4 +1,4 @@
-// Shared by the hosts of linear_attention_ and short_conv_: strides, and buffers for absent tensors.
+// Shared by the hosts of linear_attention_, short_conv_ and rope: strides, and buffers for absent tensors.
 #pragma once
 #include <ATen/ops/empty.h>
 

@@ -1,5 +1,5 @@
 // The op rope.
-#include "mps/launch.h"
+#include "mps/recurrent.h"
 #include "ops.h"
 
 namespace moe_metal {
@@ -57,7 +57,7 @@ void mps::run_rope(const Rope& call) {
   };
   launch(kernels[call.q.input.scalar_type()], {ceil_div(items, kRopeSimdgroups), 1, kThreads}, call.q.input,
          call.k.input, call.v, call.cos, call.sin, call.q.norm_weight, call.k.norm_weight, call.q.output, call.k.output,
-         call.v_output, params);
+         or_spare(call.v_output, 0), params);
 }
 
 }  // namespace moe_metal

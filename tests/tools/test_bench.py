@@ -11,7 +11,7 @@ from importlib import import_module
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 import bench_mlx
 from benchmarks import rows_of_bench
@@ -690,12 +690,35 @@ def test_whole_model_decodes_after_each_context(tiny: Model, monkeypatch, capsys
     assert lengths == [3, 300] * 2 * len(rows)  # one warm-up round and one measured round
     for row in rows.values():
         assert list(row)[:3] == ["decode tokens/s at 3", "decode tokens/s at 300", "ops per token"]
+        assert whole_model.HOST not in row
         assert all(value > 0 for value in row.values())
     assert rows["patch"]["ops per token"] < rows["stock"]["ops per token"]
     assert main(command) == 0
     printed = capsys.readouterr().out.splitlines()[-4:]
     assert "decode tokens/s at 3  " in printed[0] and "at 300" in printed[0]
     assert [line.count("x)") for line in printed] == [0, 3, 3, 3] and printed[1].count("(1.00x)") == 3
+
+
+def test_host_time_of_a_whole_model(monkeypatch):
+    """The time until the call returns, without that of the wait, on any device but the CPU."""
+    now = [0.0]
+
+    def take(seconds: float) -> None:
+        now[0] += seconds
+
+    model = tiny_model("qwen3_moe")
+    model.register_forward_hook(lambda *_: take(1))
+    monkeypatch.setattr(whole_model, "filled_cache", lambda *_: DynamicCache())
+    monkeypatch.setattr(whole_model, "synchronize", lambda _: take(3))
+    monkeypatch.setattr(whole_model.time, "perf_counter", lambda: now[0])
+    found = whole_model.decode(model, torch.ones(1, 1, dtype=torch.long), 8, 3)
+    assert (found.speed, found.host) == (1 / (1 + 3), 1000)
+    monkeypatch.setattr(whole_model, "decode", lambda *_: found)
+    monkeypatch.setattr(whole_model, "prefill", lambda *_: 1.0)
+    row = whole_model.measured(model, torch.ones(1, 1, device="meta"), [8])
+    assert row[whole_model.HOST] == 1000
+    head, line = whole_model.table({"stock": row}).splitlines()
+    assert f"  {whole_model.HOST}" in head and "  1000.0 (1.00x)" in line
 
 
 @pytest.mark.parametrize("name", whole_model.WHOLE)

@@ -7,7 +7,7 @@ import torch
 
 from .. import __version__, huge_pages
 from . import bench, chat, demo, doctor, fit, serve, tune
-from .bench import whole_model
+from .bench import host_time, whole_model
 
 BENCH = """
 examples:
@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     add(commands, bench, "bench", times, description=None, epilog=BENCH)
     speeds = "tokens per second of a whole model: stock transformers, experts_implementation, patch"
     add(commands, whole_model, "bench-model", speeds)
+    host = "the host's time and the dispatcher calls per token, with tiny weights: stock transformers and patch"
+    add(commands, host_time, "bench-host", host)
     add(commands, tune, "tune", "measure launch parameters on this Mac's GPU and save the fastest")
     parser.set_defaults(run=lambda _: parser.print_help() or 0)
     args = parser.parse_args(arguments)

@@ -106,7 +106,7 @@ def compare_model(device: str) -> None:
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     for name, prepare in ways.items():
         progress.next(name)
-        speeds[name], _ = whole_model.decode(prepare(), token, CONTEXT, whole_model.TOKENS)
+        speeds[name] = whole_model.decode(prepare(), token, CONTEXT, whole_model.TOKENS).speed
         progress.clear()
         best = max(speed for way, speed in speeds.items() if way.startswith("stock"))
         ratio = "" if name.startswith("stock") else f"   {speeds[name] / best:.2f} times stock"

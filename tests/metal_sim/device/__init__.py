@@ -46,6 +46,9 @@ class Record:
     dispatches: list[Dispatch] = field(default_factory=list)
     host_syncs: list[str] = field(default_factory=list)  # ops that made the host wait for the device
     commits: int = 0  # how often an op committed its work
+    blocks: int = 0  # on the stream's queue, by dispatch_sync; on a Mac each op of PyTorch takes at least one, too
+    messages: int = 0  # to encoders
+    aten_ops: int = 0  # PyTorch's own ops that ran on the device; copies, but no views
     seconds: float = 0.0
 
     @property
@@ -128,7 +131,8 @@ def record(costs: bool = False, sample: int = 0) -> Iterator[Record]:
         counters = _counters()
         result.dispatches += [_dispatch(**fields) for fields in counters["dispatches"]]
         result.host_syncs += counters["host_syncs"]
-        result.commits = counters["commits"]
+        for name in ("commits", "blocks", "messages", "aten_ops"):
+            setattr(result, name, counters[name])
 
 
 @contextmanager

@@ -67,7 +67,9 @@ std::string read_counters() {
   const Counters& c = counters();
   return "{\"dispatches\":" + joined('[', c.dispatches, ']', [](auto& d) { return json(d); }) +
          ",\"host_syncs\":" + joined('[', c.host_syncs, ']', quoted) + ",\"commits\":" + std::to_string(c.commits) +
-         ",\"live_objects\":" + json(c.live_objects) + ",\"made_objects\":" + json(c.made_objects) +
+         ",\"blocks\":" + std::to_string(c.blocks) + ",\"messages\":" + std::to_string(c.messages) +
+         ",\"aten_ops\":" + std::to_string(c.aten_ops) + ",\"live_objects\":" + json(c.live_objects) +
+         ",\"made_objects\":" + json(c.made_objects) +
          ",\"compiled\":" + joined('[', compiled(), ']', [](auto& library) { return json(library); }) + "}";
 }
 
@@ -77,7 +79,7 @@ void clear() {
   std::lock_guard lock(counters_mutex());
   counters().dispatches.clear();
   counters().host_syncs.clear();
-  counters().commits = 0;
+  counters().commits = counters().blocks = counters().messages = counters().aten_ops = 0;
 }
 
 Order order(const std::string& text) {

@@ -258,6 +258,7 @@ bool waits_for_device(const std::string& name) {
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   QueueScope queue(op.schema().name().c_str());
+  ++counters().aten_ops;
   end_encoder();
   if (waits_for_device(op.schema().name())) count_host_sync(op.schema().name());
   run_on_cpu(op, stack);
@@ -285,6 +286,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   QueueScope queue("aten::copy_");
+  ++counters().aten_ops;
   end_encoder();
   if (self.is_cpu()) count_host_sync("copy to the CPU");
   Aliases aliases;

@@ -530,6 +530,23 @@ Slot& slot_at(EncoderState& state, NSUInteger index) {
   return state.slots[index];
 }
 
+void bind(EncoderState& state, id<MTLBuffer> buffer, NSUInteger offset, NSUInteger index) {
+  Slot& slot = slot_at(state, index);
+  metal_sim::Argument argument{.kind = metal_sim::Argument::Kind::buffer, .offset = offset};
+  if (buffer) {
+    const auto* memory = metal_sim::find_memory((const void*)buffer);
+    if (!memory) broken("argument", "setBuffer with a pointer that is not a live MTLBuffer; is its tensor on the CPU?");
+    if (offset >= memory->length)
+      broken("argument", "setBuffer at offset " + std::to_string(offset) + " of a buffer of " +
+                             std::to_string(memory->length) + " bytes; the offset must be less than the length");
+    argument.data = reinterpret_cast<std::byte*>(memory->bytes);
+    argument.length = memory->length;
+  }
+  [buffer retain];
+  [slot.buffer release];
+  slot = {.argument = std::move(argument), .buffer = buffer, .pipeline = state.pipeline_count};
+}
+
 std::string at_index(const metal_sim::Parameter& parameter) {
   return "argument `" + parameter.name + "` at index " + std::to_string(parameter.index);
 }
@@ -651,15 +668,18 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
   delete state;
   [super dealloc];
 }
+// At the start of each message that an op sends.
 - (EncoderState&)usable {
   metal_sim::throw_noted_fault();
   if (!metal_sim::on_queue()) broken("encoder", "the encoder was used off the stream's queue");
   if (block != metal_sim::queue_block())
     broken("encoder", "the encoder was used outside of the block in which commandEncoder() gave it");
   if (ended) broken("encoder", "the encoder was used after a commit, which has ended it");
+  ++metal_sim::counters().messages;
   return *state;
 }
 - (MTLDispatchType)dispatchType {
+  [self usable];
   return metal_sim::options().concurrent ? MTLDispatchTypeConcurrent : MTLDispatchTypeSerial;
 }
 - (void)endEncoding {
@@ -695,30 +715,17 @@ metal_sim::Size size_of(MTLSize size) { return {size.width, size.height, size.de
           .pipeline = current.pipeline_count};
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  EncoderState& current = [self usable];
-  Slot& slot = slot_at(current, index);
-  metal_sim::Argument argument{.kind = metal_sim::Argument::Kind::buffer, .offset = offset};
-  if (buffer) {
-    const auto* memory = metal_sim::find_memory((const void*)buffer);
-    if (!memory) broken("argument", "setBuffer with a pointer that is not a live MTLBuffer; is its tensor on the CPU?");
-    if (offset >= memory->length)
-      broken("argument", "setBuffer at offset " + std::to_string(offset) + " of a buffer of " +
-                             std::to_string(memory->length) + " bytes; the offset must be less than the length");
-    argument.data = reinterpret_cast<std::byte*>(memory->bytes);
-    argument.length = memory->length;
-  }
-  [buffer retain];
-  [slot.buffer release];
-  slot = {.argument = std::move(argument), .buffer = buffer, .pipeline = current.pipeline_count};
+  bind([self usable], buffer, offset, index);
 }
 - (void)setBufferOffset:(NSUInteger)offset atIndex:(NSUInteger)index {
-  Slot& slot = slot_at([self usable], index);
-  if (!slot.buffer) broken("argument", "setBufferOffset: at an index without a buffer");
-  [self setBuffer:slot.buffer offset:offset atIndex:index];
+  EncoderState& current = [self usable];
+  id<MTLBuffer> buffer = slot_at(current, index).buffer;
+  if (!buffer) broken("argument", "setBufferOffset: at an index without a buffer");
+  bind(current, buffer, offset, index);
 }
 - (void)setBuffers:(const id<MTLBuffer>[])buffers offsets:(const NSUInteger[])offsets withRange:(NSRange)range {
-  for (NSUInteger i = 0; i < range.length; ++i)
-    [self setBuffer:buffers[i] offset:offsets[i] atIndex:range.location + i];
+  EncoderState& current = [self usable];
+  for (NSUInteger i = 0; i < range.length; ++i) bind(current, buffers[i], offsets[i], range.location + i);
 }
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   EncoderState& current = [self usable];

@@ -80,6 +80,9 @@ struct Counters {
   std::vector<Dispatch> dispatches;
   std::vector<std::string> host_syncs;       // ops that made the host wait for the device
   long commits = 0;                          // by MPSStream::synchronize(COMMIT)
+  long blocks = 0;                           // that ran by dispatch_sync; guarded by the queue, like the next two
+  long messages = 0;                         // to encoders
+  long aten_ops = 0;                         // that ran for the device; on macOS each takes at least one block
   std::map<std::string, long> live_objects;  // not yet released, by protocol or class; tensors' buffers as "tensor"
   std::map<std::string, long> made_objects;  // made so far
 };

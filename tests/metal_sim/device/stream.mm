@@ -19,6 +19,7 @@ thread_local bool in_handler = false;  // of a command buffer, which Metal calls
 void sync_on(dispatch_queue_t queue, dispatch_block_t block) {
   if ((void*)queue != queue_object()) throw Violation("queue", "dispatch_sync on a queue that is not the stream's own");
   QueueScope scope("dispatch_sync");
+  ++counters().blocks;
   auto* pool = [NSAutoreleasePool new];
   try {
     block();

@@ -550,6 +550,19 @@ def test_commits_are_counted() -> None:
     assert record.commits == 0
 
 
+def test_the_hosts_work_is_counted() -> None:
+    """Blocks and messages of ops under test, and PyTorch's own ops. Views do no work on the device."""
+    x = torch.zeros(64, device="mps")
+    with metal_sim.record() as record:
+        misuse("fill", x)  # sets pipeline, buffer and bytes, and dispatches
+        misuse("fill", x.view(8, 8))
+    assert (record.blocks, record.messages, record.aten_ops) == (2, 2 * 4, 0)
+    with metal_sim.record() as record:
+        x.add_(1)
+        x[:4].copy_(x[4:8])
+    assert (record.blocks, record.messages, record.aten_ops) == (0, 0, 2)
+
+
 def test_handlers_of_a_command_buffer() -> None:
     """Each is called once, for the command buffer committed with it."""
     misuse("commit_with_handlers")

@@ -6,6 +6,10 @@ turns in every round, with the same weights and tokens; the medians over the rou
 adds two variants with `patch`: one with packed experts only, and one with all large weights packed. GGML formats that
 `quantize` does not write get random blocks. Each of `--context` is a number of tokens in the cache when decoding
 begins; their keys and values are random.
+
+On mps there is also the host's time per token: until the call of the model returns, before the wait for the GPU. If it
+is nearly the whole time of a token, then the host decides the speed. On the CPU the call returns when it is done, so
+this time would be the same as that of the token; `bench-host` separates them.
 """
 
 import copy
@@ -16,6 +20,7 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +42,7 @@ WHOLE = ("qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-35b-a3b")  # the models that c
 #: GGUF files use more bits for some weights: the usual format and the larger one.
 MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
 EXPERTS_ONLY = ["!experts"]  # `skip` of everything else
+HOST = "host ms per token"
 
 
 def whole_config(name: str, layers: int):
@@ -183,20 +189,27 @@ def filled_cache(model: nn.Module, context: int):
     return cache
 
 
-def decode(model: nn.Module, token: torch.Tensor, context: int, tokens: int) -> tuple[float, int]:
-    """Tokens per second with this many tokens in the cache, and the number of ops per token."""
+class Decoded(NamedTuple):
+    speed: float  # tokens per second
+    host: float  # milliseconds per token until the call of the model returns
+    ops: int  # per token
+
+
+def decode(model: nn.Module, token: torch.Tensor, context: int, tokens: int) -> Decoded:
+    """Decode with this many tokens in the cache."""
     from ...transformers.versions import with_cache
 
     cache = filled_cache(model, context)
-    seconds = []
+    seconds, host = [], []
     for _ in range(tokens):
         start = synchronized(token.device.type)
         output = model(token, **with_cache(cache))
+        host.append(time.perf_counter() - start)
         seconds.append(synchronized(token.device.type) - start)
         token = output.logits[:, -1:].argmax(-1)
     with calls() as counter:
         model(token, **with_cache(cache))
-    return 1 / statistics.median(seconds), counter.total()
+    return Decoded(1 / statistics.median(seconds), statistics.median(host) * 1e3, counter.total())
 
 
 def speed_at(context: int) -> str:
@@ -205,9 +218,11 @@ def speed_at(context: int) -> str:
 
 def measured(model: nn.Module, ids: torch.Tensor, contexts: list[int]) -> dict[str, float]:
     decoded = {context: decode(model, ids[:, :1], context, TOKENS) for context in contexts}
+    first = decoded[contexts[0]]
     return {
-        **{speed_at(context): speed for context, (speed, _) in decoded.items()},
-        "ops per token": decoded[contexts[0]][1],
+        **{speed_at(context): found.speed for context, found in decoded.items()},
+        **({HOST: first.host} if ids.device.type != "cpu" else {}),
+        "ops per token": first.ops,
         "prefill tokens/s": prefill(model, ids),
         "weights GB": weights_gb(model),
     }
@@ -232,8 +247,9 @@ def measure(options: Namespace) -> dict[str, dict[str, float]]:
     }
 
 
-def table(medians: dict[str, dict[str, float]], contexts: list[int]) -> str:
-    stock, speeds = medians["stock"], [*map(speed_at, contexts), "prefill tokens/s"]
+def table(medians: dict[str, dict[str, float]]) -> str:
+    stock = medians["stock"]
+    speeds = [key for key in stock if key not in ("ops per token", "weights GB")]
     lines = [f"{'':24}{''.join(f'{key:>27}' for key in speeds)}{'ops per token':>16}{'weights GB':>12}"]
     for name, row in medians.items():
         rates = "".join(f"{f'{row[key]:.1f} ({row[key] / stock[key]:.2f}x)':>27}" for key in speeds)
@@ -281,5 +297,5 @@ def run(options: Namespace) -> int:
         print("   ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     medians = measure(options)
     found = {**machine(), **about, "rows": medians}
-    print(json_of(found) if options.json else table(medians, options.context))
+    print(json_of(found) if options.json else table(medians))
     return 0

@@ -48,7 +48,7 @@ def alike(stored: Tensor | None, new: Tensor) -> bool:
 
 
 PARTS = ("keys", "values")
-OURS = ("room", "side_by_side")  # the attributes that transformers' layers do not have
+OURS = ("room", "side_by_side", "tape")  # the attributes that transformers' layers do not have
 
 
 def stored_part(name: str) -> property:
@@ -70,6 +70,7 @@ class Growing(DynamicLayer):
 
     original: type  # the class that this layer had before
     room: Room | None = None
+    tape = None  # the LayerTape of the layer of the model that appends to this one
     side_by_side = False  # a row of the memory is a key and its value
     keys, values = stored_part("keys"), stored_part("values")
 

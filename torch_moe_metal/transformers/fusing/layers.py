@@ -54,15 +54,18 @@ class FusedPreNormLayer(Fused):
     record: Layer
 
     def forward(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs):
-        def computed() -> Tensor:
+        def forward() -> Tensor:
             return self.computed(hidden_states, *args, **kwargs, **positions)
 
         positions = {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-        if args or not tape.is_for(hidden_states):
-            return computed()
-        return tape.replayed(
-            self, self.mixer()[1], computed, hidden_states, attention_mask, position_embeddings, kwargs
-        )
+        if args:
+            return forward()
+        return tape.computed(self, forward, hidden_states, attention_mask, position_embeddings, kwargs)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        tape.forget(self)
+        return self
 
     def computed(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs) -> Tensor:
         """The forward without a tape."""
@@ -98,7 +101,11 @@ class FusedPreNormLayer(Fused):
 
     def mixer(self) -> tuple[str, nn.Module]:
         """Its name, and the module."""
-        return next((name, self._modules[name]) for name in self.record.mixers if self._modules.get(name) is not None)
+        modules = self._modules
+        for name in self.record.mixers:
+            if modules.get(name) is not None:
+                break
+        return name, modules[name]
 
     def mixed(self, x: Tensor, kwargs: dict) -> Tensor:
         _, mixer = self.mixer()

@@ -7,9 +7,10 @@ and a layer of the cache, and keeps neither of them alive.
 """
 
 import os
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from itertools import chain
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class Guard:
 
 
 class LayerTape:
-    """The tape of a layer for one layer of a cache."""
+    """The tape of a layer of the model for a layer of a cache, which holds this object."""
 
     replay: Callable | None = None
     guard: Guard
@@ -100,7 +101,17 @@ class LayerTape:
     steps = 0  # tokens since there was a tape
     recordings = 0
 
-    def replayed(self, layer: nn.Module, room: Room, inputs: list[Tensor | None], others: dict) -> Tensor | None:
+    def __init__(self, layer: nn.Module):
+        self.layer = weakref.ref(layer, self.clear)
+        self.refused = layer in REFUSALS
+        TAPES.setdefault(layer, WeakSet()).add(self)
+
+    def clear(self, _: object = None) -> None:
+        """Keep no weights."""
+        self.__dict__.pop("replay", None)
+        self.__dict__.pop("guard", None)
+
+    def replayed(self, layer: nn.Module, room: Room, inputs: tuple, others: dict) -> Tensor | None:
         """The layer's output, or None if its code must run."""
         if self.replay is None or self.room is not room or self.others != others or not self.guard.holds(layer):
             return None
@@ -108,10 +119,11 @@ class LayerTape:
 
     def may_be_recorded(self) -> bool:
         """At the second of several tokens: many answers have only one."""
-        self.replay, self.steps = None, 1 if self.replay else self.steps + 1
+        self.steps = 1 if self.replay else self.steps + 1
+        self.clear()
         return self.steps >= 2 and self.recordings < MOST_RECORDINGS and modes() in PLAIN
 
-    def recorded(self, layer: nn.Module, stored: Growing, inputs: list, others: dict, forward: Callable) -> Tensor:
+    def recorded(self, layer: nn.Module, stored: Growing, inputs: tuple, others: dict, forward: Callable) -> Tensor:
         """The output of `forward`, which is recorded."""
         guard, room, output = Guard(layer), stored.room, None
         if any(guard.empty):
@@ -124,60 +136,54 @@ class LayerTape:
         finally:
             recorder.end(output)
         if refusal := recorder.refusal():
-            REFUSALS[layer] = refusal
+            REFUSALS[layer], self.refused = refusal, True
         elif stored.room is room and guard.holds(layer):
             self.guard, self.others, self.room, self.replay = guard, others, room, recorder.replay
         return output
 
 
-def is_for(x: Tensor) -> bool:
-    """Whether tapes may compute this input of a layer: one new token of each sequence."""
-    return ENABLED and x.dim() == 3 and x.shape[1] == 1 and not torch.compiler.is_compiling()
-
-
-TAPES: WeakKeyDictionary[nn.Module, WeakKeyDictionary] = WeakKeyDictionary()
-#: The layers that cannot be recorded, and why.
+#: The tapes of each layer, and why a layer cannot be recorded.
+TAPES: WeakKeyDictionary[nn.Module, WeakSet[LayerTape]] = WeakKeyDictionary()
 REFUSALS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def cache_layer(cache: Cache | None, mixer: nn.Module) -> Growing | None:
-    """The layer of the cache, if it holds a room."""
-    layers, index = getattr(cache, "layers", ()), mixer.__dict__.get("layer_idx", -1)
-    layer = layers[index] if 0 <= index < len(layers) else None
-    return layer if isinstance(layer, Growing) and layer.room is not None else None
+def layer_of_cache(layer: nn.Module, x: Tensor, kwargs: dict) -> Growing | None:
+    """The layer of the cache, if it holds a room and if `x` is one new token of each sequence."""
+    if not ENABLED or type(x) is not Tensor or x.dim() != 3 or x.shape[1] != 1 or torch.compiler.is_compiling():
+        return None
+    layers, index = getattr(kwargs.get(CACHE), "layers", ()), layer.mixer()[1].__dict__.get("layer_idx", -1)
+    stored = layers[index] if 0 <= index < len(layers) else None
+    return stored if isinstance(stored, Growing) and stored.room is not None else None
 
 
-def replayed(layer: nn.Module, mixer: nn.Module, forward: Callable, x: Tensor, mask, angles, kwargs: dict) -> Tensor:
+def computed(layer: nn.Module, forward: Callable, x: Tensor, mask, angles, kwargs: dict) -> Tensor:
     """The output of a layer for one new token of each sequence: replayed if there is a tape, else by `forward()`, which
     may be recorded."""
-    stored = cache_layer(kwargs.get(CACHE), mixer)
-    pair = angles is None or (type(angles) is tuple and len(angles) == 2)
-    if stored is None or not pair or type(x) is not Tensor or layer in REFUSALS:
+    stored = layer_of_cache(layer, x, kwargs)
+    if stored is None or not (angles is None or (type(angles) is tuple and len(angles) == 2)):
         return forward()
-    tapes = TAPES.get(layer)
-    if tapes is None:
-        tapes = TAPES[layer] = WeakKeyDictionary()
-    tape = tapes.get(stored)
-    if tape is None:
-        tape = tapes[stored] = LayerTape()
-    inputs = [x, *(angles or (None, None)), mask]
+    tape = stored.tape
+    if tape is None or tape.layer() is not layer:
+        tape = stored.tape = LayerTape(layer)
+    if tape.refused:
+        return forward()
+    inputs = (x, *(angles or (None, None)), mask)
     others = {name: value for name, value in kwargs.items() if name not in OF_POSITION}
     output = tape.replayed(layer, stored.room, inputs, others)
-    if output is not None:
-        stored.show()
-        return output
-    return tape.recorded(layer, stored, inputs, others, forward) if tape.may_be_recorded() else forward()
+    if output is None:
+        return tape.recorded(layer, stored, inputs, others, forward) if tape.may_be_recorded() else forward()
+    stored.show()
+    return output
 
 
 def why_not_taped(layer: nn.Module) -> str | None:
     """Why the tokens of this layer are not replayed, or None."""
-    if not ENABLED:
-        return "TORCH_MOE_METAL_TAPE is 0"
-    return REFUSALS.get(layer)
+    return REFUSALS.get(layer) if ENABLED else "TORCH_MOE_METAL_TAPE is 0"
 
 
-def forget(layers: Iterable[nn.Module]) -> None:
-    """Drop the tapes of these layers, for example because their weights are moved."""
-    for layer in layers:
-        TAPES.pop(layer, None)
-        REFUSALS.pop(layer, None)
+def forget(layer: nn.Module) -> None:
+    """Drop the tapes of this layer, which keep its weights' memory, and what is known about it."""
+    for tape in TAPES.pop(layer, ()):
+        tape.clear()
+        tape.refused = False
+    REFUSALS.pop(layer, None)

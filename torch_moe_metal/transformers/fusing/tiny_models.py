@@ -95,6 +95,12 @@ def build(family: str, **changes) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **text))
 
 
+def with_layers(family: str, layers: int) -> dict[str, object]:
+    """Changes of the family's sizes for another number of layers. Lists have an item for each layer, and repeat."""
+    lists = {name: (value * layers)[:layers] for name, value in CONFIGS[family].items() if isinstance(value, list)}
+    return lists | {"num_hidden_layers": layers}
+
+
 def tiny_model(family: str, device: str = "cpu", **changes) -> torch.nn.Module:
     torch.manual_seed(0)
     return randomised(build(family, **changes)).to(device)
