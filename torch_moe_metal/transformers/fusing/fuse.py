@@ -12,11 +12,11 @@ from .experts import NAME, is_experts, why_not_fused
 from .factory import fused_class
 from .families import NOT_FUSED, class_name
 from .fused import Fused, JoinedProjections, original_class, selects_ours
-from .hybrid_families import RECURRENT
-from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer, is_recurrent
+from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer, keeps_state
 from .linear_blocks import FusedMixer
 from .moe_blocks import FusedBlock, FusedMlp
 from .stock_gguf import give_back, take
+from .tape import why_not_taped
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
 # Attributes with the implementations of experts and attention that a configuration had before `patch`. They are set on
@@ -136,11 +136,6 @@ def allow_drafts(model: nn.Module) -> None:
                 setattr(part, STATEFUL, False)
 
 
-def keeps_state(module: nn.Module) -> bool:
-    cls = original_class(module)
-    return is_recurrent(cls) or NOT_FUSED.get(class_name(cls)) == RECURRENT
-
-
 def fuse_all(model: nn.Module) -> Report:
     modules = dict(model.named_modules())
     known = {name: fused for name, module in modules.items() if (fused := fused_class(original_class(module)))}
@@ -207,13 +202,21 @@ def fuse(name: str, module: nn.Module) -> Row | None:
         module.join()
     if issubclass(fused, FusedMlp):
         return None
-    return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED, formats(module))
+    if obstacle:
+        return Row(name, cls.__name__, LEFT, obstacle)
+    return Row(name, cls.__name__, FUSED, ", ".join(filter(None, (formats(module), tape_note(module)))))
 
 
 def formats(module: nn.Module) -> str:
     """The formats of its packed weights."""
     parts = [part for part in module.modules() if getattr(part, "packing", None)]
     return ", ".join(sorted({part.format_of(weight) for part in parts for weight in part.packing}))
+
+
+def tape_note(module: nn.Module) -> str:
+    """Whether Python runs this layer's code for each token, although it is fused."""
+    reason = why_not_taped(module) if isinstance(module, FusedPreNormLayer) else None
+    return f"not replayed: {reason}" if reason else ""
 
 
 def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | None:

@@ -11,8 +11,9 @@ from .attention import warm_up_attention
 from .attention_blocks import FusedProjections
 from .cache import grow_in_place
 from .experts import why_not_fused
-from .families import RECORDS, class_name
+from .families import NOT_FUSED, RECORDS, class_name
 from .fused import Fused, eps_of, original_class
+from .hybrid_families import RECURRENT
 from .members import member, prepared
 from .moe_blocks import FusedBlock, FusedMlp
 from .projections import FEW_TOKENS
@@ -41,6 +42,11 @@ class IdentityAttention(nn.Module):
         return hidden_states, None
 
 
+def keeps_state(mixer: nn.Module) -> bool:
+    cls = original_class(mixer)
+    return is_recurrent(cls) or NOT_FUSED.get(class_name(cls)) == RECURRENT
+
+
 @functools.cache
 def is_recurrent(mixer: type) -> bool:
     """Whether this class of mixers keeps a state instead of keys and values. Such mixers need no positions."""
@@ -66,6 +72,15 @@ class FusedPreNormLayer(Fused):
         super()._apply(fn, recurse)
         tape.forget(self)
         return self
+
+    def why_never_taped(self) -> str | None:
+        """Why no token of this layer can be replayed, or None."""
+        _, mixer = self.mixer()
+        if keeps_state(mixer):
+            return "its mixer keeps a recurrent state"
+        if not isinstance(mixer, FusedProjections):
+            return "its attention is not fused"
+        return "its angles are complex numbers" if mixer.record.angles == "complex" else None
 
     def computed(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs) -> Tensor:
         """The forward without a tape."""
