@@ -158,12 +158,14 @@ void Tape::take_output(const Tensor& output) {
   if (found == made_.end() || found->second + 1 != calls_.size())
     return refuse("its output is not that of its last op");
   Call& last = calls_.back();
-  if (last.outputs.size() != 1) return refuse("its last op has several outputs");
-  output_ = last.outputs[0].options();
-  shape_ = last.outputs[0].sizes().vec(), sizes_ = output.sizes().vec();
+  const auto same = [&](const Tensor& each) { return memory_of(each) == memory_of(output); };
+  which_ = std::find_if(last.outputs.begin(), last.outputs.end(), same) - last.outputs.begin();
+  Tensor& made = last.outputs[which_];
+  output_ = made.options();
+  shape_ = made.sizes().vec(), sizes_ = output.sizes().vec();
   const bool whole = c10::multiply_integers(shape_) == c10::multiply_integers(sizes_);
   if (!whole || !output.is_contiguous()) return refuse("its output is a part of that of an op");
-  last.outputs = {Tensor()};
+  made = Tensor();
   if (!last.changes) last.changes = !last.recorded->set_output(Tensor());
 }
 
@@ -232,7 +234,7 @@ OptionalTensor Tape::replay(const Tensor& x, const OptionalTensor& cos, const Op
   try {
     calls_[0].recorded->together([&] { run(inputs); });
     const Call& last = calls_.back();
-    const Tensor output = last.recorded->outputs()[0];
+    const Tensor output = last.recorded->outputs()[which_];
     last.changes ? last.recorded->forget() : static_cast<void>(last.recorded->set_output(Tensor()));
     busy_.clear();
     return output.sizes() == at::IntArrayRef(sizes_) ? output : output.view(sizes_);

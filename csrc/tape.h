@@ -74,6 +74,7 @@ class Tape : public torch::CustomClassHolder {
   std::vector<Call> calls_;
   at::TensorOptions output_;            // of the last call's output, which is the layer's
   std::vector<int64_t> shape_, sizes_;  // the sizes of both
+  size_t which_ = 0;                    // of its outputs
   std::string refusal_;
   std::optional<at::CallbackHandle> observer_;
   int inside_ = 0;  // ops of ours that are running

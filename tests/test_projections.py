@@ -154,8 +154,8 @@ def linears(model: nn.Module, ids: torch.Tensor) -> int:
 
 
 def test_one_product_for_three(patched, device: str):
-    """Two in attention, and the head: router and experts are ops of ours."""
-    assert linears(patched, tokens(1, 1, device=device)) == 2 * 2 + 1
+    """Only the head: for few tokens the products are ops of ours."""
+    assert linears(patched, tokens(1, 1, device=device)) == 1
 
 
 def test_moved_and_converted_weights_are_joined_again(patched, device: str):
@@ -215,15 +215,15 @@ def test_unpatched_weights_have_the_same_bits(device: str):
 
 #: The ops of a layer for one decoded token, without views and allocations.
 OPS_OF_A_LAYER = {
-    "qwen3_moe": 10,
-    "gpt_oss": 10,
-    "mixtral": 10,
-    "olmoe": 10,
-    "minimax_m2": 10,
-    "glm4_moe": 15,
-    "qwen2_moe": 16,
-    "deepseek_v3": 22,
-    "glm4_moe_lite": 22,
+    "qwen3_moe": 8,
+    "gpt_oss": 8,
+    "mixtral": 8,
+    "olmoe": 8,
+    "minimax_m2": 8,
+    "glm4_moe": 11,
+    "qwen2_moe": 12,
+    "deepseek_v3": 20,
+    "glm4_moe_lite": 20,
 }
 
 

@@ -9,7 +9,7 @@ from .families import RECORDS, class_name
 from .fused import Fused
 from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer
 from .linear_blocks import FusedLinearAttention, FusedMamba2, FusedShortConv
-from .moe_blocks import FusedBlock, FusedLlama4Block
+from .moe_blocks import FusedBlock, FusedLlama4Block, FusedMlp
 from .records import (
     Attention,
     Block,
@@ -20,6 +20,7 @@ from .records import (
     LinearAttention,
     Llama4Block,
     Mamba2,
+    Mlp,
     Norm,
     Record,
     ShortConv,
@@ -29,6 +30,7 @@ from .records import (
 BASES: dict[type[Record], type[Fused]] = {
     Block: FusedBlock,
     Llama4Block: FusedLlama4Block,
+    Mlp: FusedMlp,
     Attention: FusedAttention,
     Gemma4Attention: FusedGemma4Attention,
     LatentAttention: FusedLatentAttention,

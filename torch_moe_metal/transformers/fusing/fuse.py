@@ -12,11 +12,11 @@ from .experts import NAME, is_experts, why_not_fused
 from .factory import fused_class
 from .families import NOT_FUSED, class_name
 from .fused import Fused, JoinedProjections, original_class, selects_ours
-from .hybrid_families import RECURRENT
-from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer, is_recurrent
+from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer, keeps_state
 from .linear_blocks import FusedMixer
-from .moe_blocks import FusedBlock
+from .moe_blocks import FusedBlock, FusedMlp
 from .stock_gguf import give_back, take
+from .tape import why_not_taped
 
 FUSED, EXPERTS_ONLY, LEFT = "fused", "experts only", "left"
 # Attributes with the implementations of experts and attention that a configuration had before `patch`. They are set on
@@ -29,6 +29,7 @@ ATTENTION_BEFORE = "_moe_metal_attention_before"
 STATEFUL = "_is_stateful"
 LAST_NORMS = ("norm", "embedding_norm")
 LAYERS = FusedPreNormLayer | FusedGemma4Layer
+MLPS = FusedBlock | FusedMlp
 
 
 @dataclass(frozen=True)
@@ -135,17 +136,12 @@ def allow_drafts(model: nn.Module) -> None:
                 setattr(part, STATEFUL, False)
 
 
-def keeps_state(module: nn.Module) -> bool:
-    cls = original_class(module)
-    return is_recurrent(cls) or NOT_FUSED.get(class_name(cls)) == RECURRENT
-
-
 def fuse_all(model: nn.Module) -> Report:
     modules = dict(model.named_modules())
     known = {name: fused for name, module in modules.items() if (fused := fused_class(original_class(module)))}
     norms = [name for name, fused in known.items() if issubclass(fused, FusedNorm)]
     for name, fused in known.items():
-        if issubclass(fused, FusedMixer):
+        if issubclass(fused, FusedMixer | FusedMlp):
             lend_config(name, modules)
     # Children come first: a layer is fused together with its block.
     rows = [fuse(name, modules[name]) for name in reversed(known) if name not in norms]
@@ -162,7 +158,7 @@ def fuse_all(model: nn.Module) -> Report:
 
 
 def lend_config(name: str, modules: dict[str, nn.Module]) -> None:
-    """Give a mixer without a configuration the one of the module around it, which selects the experts."""
+    """Give a mixer or MLP without a configuration the one of the module around it, which selects the experts."""
     module, outer = modules[name], name
     while outer and "config" not in vars(module):
         outer = outer.rpartition(".")[0]
@@ -185,13 +181,14 @@ def fuse_norm(name: str, modules: dict[str, nn.Module]) -> Row | None:
 
 
 def fuse(name: str, module: nn.Module) -> Row | None:
-    """Swap the class of one supported module. None for a decoder layer without a fused block, which is not changed.
+    """Swap the class of one supported module. None for an MLP, which is a part of a block or a layer, and for a decoder
+    layer without a fused block or MLP, which is not changed.
 
     The class is assigned, since the module must stay the same object: others hold it, and it holds the weights.
     """
     cls = original_class(module)
     fused = fused_class(cls, selects_ours(module))
-    if issubclass(fused, FusedPreNormLayer) and not isinstance(module._modules.get(fused.record.mlp), FusedBlock):
+    if issubclass(fused, FusedPreNormLayer) and not isinstance(module._modules.get(fused.record.mlp), MLPS):
         module.__class__ = cls  # it may have been fused before; nothing else of it has changed
         return None
     obstacle = fused.why_left(module)
@@ -203,13 +200,23 @@ def fuse(name: str, module: nn.Module) -> Row | None:
         del module.config
     if isinstance(module, JoinedProjections):
         module.join()
-    return Row(name, cls.__name__, LEFT, obstacle) if obstacle else Row(name, cls.__name__, FUSED, formats(module))
+    if issubclass(fused, FusedMlp):
+        return None
+    if obstacle:
+        return Row(name, cls.__name__, LEFT, obstacle)
+    return Row(name, cls.__name__, FUSED, ", ".join(filter(None, (formats(module), tape_note(module)))))
 
 
 def formats(module: nn.Module) -> str:
     """The formats of its packed weights."""
     parts = [part for part in module.modules() if getattr(part, "packing", None)]
     return ", ".join(sorted({part.format_of(weight) for part in parts for weight in part.packing}))
+
+
+def tape_note(module: nn.Module) -> str:
+    """Whether Python runs this layer's code for each token, although it is fused."""
+    reason = why_not_taped(module) if isinstance(module, FusedPreNormLayer) else None
+    return f"not replayed: {reason}" if reason else ""
 
 
 def report_experts(name: str, module: nn.Module, parent: nn.Module) -> Row | None:

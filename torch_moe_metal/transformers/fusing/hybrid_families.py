@@ -6,7 +6,19 @@ from . import linear_options as linear
 from . import routing
 from . import tiny_sizes as sizes
 from .attention_options import in_windows, never, one_plus_weight
-from .records import Attention, Block, Experts, Family, LatentAttention, Layer, LinearAttention, Mamba2, Norm, ShortConv
+from .records import (
+    Attention,
+    Block,
+    Experts,
+    Family,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    Mamba2,
+    Mlp,
+    Norm,
+    ShortConv,
+)
 
 GATED_SHARED = {"shared": "shared_expert", "shared_gate": "shared_expert_gate"}
 # Reasons why mixers and attention are left.
@@ -43,6 +55,7 @@ HYBRID_FAMILIES = {
         attention=Attention("Qwen3NextAttention", norm_weight=one_plus_weight, gate=torch.sigmoid),
         linear=LinearAttention("Qwen3NextGatedDeltaNet", **GROUPED_DELTA_NET),
         layer=Layer("Qwen3NextDecoderLayer", mixers=("linear_attn", "self_attn"), norm_weight=one_plus_weight),
+        mlp=Mlp("Qwen3NextMLP"),
         last_norm=Norm("Qwen3NextRMSNorm", norm_weight=one_plus_weight),
         tiny=sizes.QWEN_SHARED | sizes.LINEAR_ATTENTION,
     ),
@@ -52,6 +65,7 @@ HYBRID_FAMILIES = {
         attention=Attention("Qwen3_5MoeAttention", norm_weight=one_plus_weight, gate=torch.sigmoid),
         linear=LinearAttention("Qwen3_5MoeGatedDeltaNet", **DELTA_NET),
         layer=Layer("Qwen3_5MoeDecoderLayer", mixers=("linear_attn", "self_attn"), norm_weight=one_plus_weight),
+        mlp=Mlp("Qwen3_5MoeMLP"),
         last_norm=Norm("Qwen3_5MoeRMSNorm", norm_weight=one_plus_weight),
         tiny=sizes.QWEN_SHARED | sizes.LINEAR_ATTENTION,
     ),
@@ -83,6 +97,7 @@ HYBRID_FAMILIES = {
             multiplier="residual_multiplier",
             shared="shared_mlp",
         ),
+        mlp=Mlp("GraniteMoeHybridMLP", inputs=("input_linear",), output="output_linear", activation="activation"),
         last_norm=Norm("GraniteMoeHybridRMSNorm"),
         tiny=sizes.LOCAL | sizes.MAMBA | {"shared_intermediate_size": 32},
     ),
@@ -91,6 +106,7 @@ HYBRID_FAMILIES = {
         attention=Attention("LaraMiniAttention", window="module", rotates=in_windows),
         linear=LinearAttention("LaraMiniGatedDeltaNet", **DELTA_NET),
         layer=Layer("LaraMiniDecoderLayer", mixers=("linear_attn", "self_attn")),
+        mlp=Mlp("LaraMiniMLP"),
         last_norm=Norm("LaraMiniRMSNorm"),
         tiny=sizes.QWEN_SHARED | sizes.DELTA_NET | sizes.HYBRID_WINDOW,
     ),
@@ -99,6 +115,7 @@ HYBRID_FAMILIES = {
         attention=LatentAttention("BailingHybridAttention", gate=torch.sigmoid),
         linear=LinearAttention("BailingHybridDeltaAttention", decay=linear.bailing_decay, **CHANNEL_DELTA),
         layer=Layer("BailingHybridDecoderLayer"),
+        mlp=Mlp("BailingHybridMLP"),
         last_norm=Norm("BailingHybridRMSNorm"),
         tiny=sizes.LATENT_ATTENTION | sizes.GROUPS | sizes.DELTA_ATTENTION,
     ),
@@ -107,6 +124,7 @@ HYBRID_FAMILIES = {
         attention=LatentAttention("KimiLinearAttention", rotates=never),
         linear=LinearAttention("KimiLinearDeltaAttention", **LOW_RANK_DELTA),
         layer=Layer("KimiLinearDecoderLayer"),
+        mlp=Mlp("KimiLinearMLP"),
         last_norm=Norm("KimiLinearRMSNorm"),
         tiny=sizes.LATENT_ATTENTION | sizes.GROUPS | sizes.DELTA_ATTENTION,
     ),
@@ -126,6 +144,7 @@ HYBRID_FAMILIES = {
             mlp="feed_forward",
             norms=("operator_norm", "ffn_norm"),
         ),
+        mlp=Mlp("Lfm2MoeMLP", inputs=("w1", "w3"), output="w2", activation=None),
         last_norm=Norm("Lfm2MoeRMSNorm"),
         tiny=sizes.QWEN | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
     ),

@@ -11,10 +11,12 @@ from .attention import warm_up_attention
 from .attention_blocks import FusedProjections
 from .cache import grow_in_place
 from .experts import why_not_fused
-from .families import RECORDS, class_name
+from .families import NOT_FUSED, RECORDS, class_name
 from .fused import Fused, eps_of, original_class
+from .hybrid_families import RECURRENT
 from .members import member, prepared
-from .moe_blocks import FusedBlock
+from .moe_blocks import FusedBlock, FusedMlp
+from .projections import FEW_TOKENS
 from .records import Layer, LinearAttention, Norm, ShortConv
 
 ops = torch.ops.moe_metal
@@ -40,6 +42,11 @@ class IdentityAttention(nn.Module):
         return hidden_states, None
 
 
+def keeps_state(mixer: nn.Module) -> bool:
+    cls = original_class(mixer)
+    return is_recurrent(cls) or NOT_FUSED.get(class_name(cls)) == RECURRENT
+
+
 @functools.cache
 def is_recurrent(mixer: type) -> bool:
     """Whether this class of mixers keeps a state instead of keys and values. Such mixers need no positions."""
@@ -47,8 +54,8 @@ def is_recurrent(mixer: type) -> bool:
 
 
 class FusedPreNormLayer(Fused):
-    """A decoder layer with a fused block. One op computes the residual addition after attention and the norm, and the
-    op `experts` adds the second residual."""
+    """A decoder layer with a fused block or MLP. One op computes the residual addition after attention and the norm,
+    and the op `experts` adds the second residual."""
 
     record: Layer
 
@@ -66,6 +73,15 @@ class FusedPreNormLayer(Fused):
         tape.forget(self)
         return self
 
+    def why_never_taped(self) -> str | None:
+        """Why no token of this layer can be replayed, or None."""
+        _, mixer = self.mixer()
+        if keeps_state(mixer):
+            return "its mixer keeps a recurrent state"
+        if not isinstance(mixer, FusedProjections):
+            return "its attention is not fused"
+        return "its angles are complex numbers" if mixer.record.angles == "complex" else None
+
     def computed(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs) -> Tensor:
         """The forward without a tape."""
         kwargs["attention_mask"] = attention_mask
@@ -73,14 +89,16 @@ class FusedPreNormLayer(Fused):
             kwargs["position_embeddings"] = position_embeddings
         record, inner = self.record, self._modules
         mlp, norm = inner.get(record.mlp), inner[record.norms[1]]
-        known = not args and isinstance(mlp, FusedBlock)
-        parts = mlp.parts(hidden_states, self, mlp, norm) if known else None
+        parts = None if args else self.ready(hidden_states, mlp, norm)
         if parts is None:
             return super().forward(hidden_states, *args, **kwargs)
         mixed = self.mixed(self.normed(record.norms[0], hidden_states), kwargs)
         factor = getattr(self, record.multiplier) if record.multiplier else 1.0
         mixed = mixed if factor == 1 else mixed * factor
         x, residual = ops.residual_norm(hidden_states, mixed, record.norm_weight(norm), eps=eps_of(norm))
+        if isinstance(mlp, FusedMlp):
+            output = mlp(x)
+            return add(residual, output if factor == 1 else output * factor, norm)
         if factor != 1:
             routing, _ = parts
             routing["scaling_factor"] = routing.get("scaling_factor", 1.0) * factor
@@ -88,6 +106,13 @@ class FusedPreNormLayer(Fused):
             shared = inner[record.shared](x)
             parts[1]["shared"] = shared if factor == 1 else shared * factor
         return mlp.moe(x, parts, residual)[0]
+
+    def ready(self, x: Tensor, mlp: nn.Module | None, norm: nn.Module) -> tuple[dict, dict] | None:
+        """The arguments of `gate` and `experts`, empty with a dense MLP; or None if the original forward must run."""
+        if isinstance(mlp, FusedBlock):
+            return mlp.parts(x, self, mlp, norm)
+        known = isinstance(mlp, FusedMlp) and self.are_unmodified(norm) and self.is_plain_inference(x)
+        return ({}, {}) if known and self.still_selected() else None
 
     def mixer(self) -> tuple[str, nn.Module]:
         """Its name, and the module."""
@@ -122,6 +147,13 @@ class FusedPreNormLayer(Fused):
         self._modules[name] = identity = IdentityAttention(mixer)
         self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
         identity.warm_up(tokens, dtype)
+
+
+def add(residual: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
+    """residual + x. For few tokens by an op of ours that a tape can replay, although nobody reads its norm."""
+    if x.numel() > FEW_TOKENS * x.shape[-1]:
+        return residual + x
+    return ops.residual_norm(residual, x, member(norm, "weight"), eps=eps_of(norm))[1]
 
 
 class FusedGemma4Layer(Fused):

@@ -1,13 +1,53 @@
-"""The fused MoE blocks."""
+"""The fused MoE blocks, and the dense MLPs that are their shared experts or in place of them."""
 
 import torch
 from torch import Tensor, nn
 
-from .experts import why_not_fused
-from .fused import Fused
-from .records import Block
+from ...packed_layers import Linear
+from .experts import activation_of, why_not_fused
+from .fused import Fused, JoinedProjections
+from .projections import FEW_TOKENS, product, project
+from .records import Block, Mlp
 
 ops = torch.ops.moe_metal
+
+
+class FusedMlp(JoinedProjections):
+    """A gated dense MLP. For few tokens it is one product for gate and up, `glu`, and another product."""
+
+    record: Mlp
+    more_homes = (Linear.__module__, "torch.nn.modules.activation", "transformers.activations")
+    borrows_config = False  # whether `patch` gave it the configuration of its model
+
+    @property
+    def joined(self) -> tuple[str, ...]:
+        return self.record.inputs
+
+    @classmethod
+    def why_left(cls, module: nn.Module) -> str | None:
+        function = cls.function(module)
+        if activation_of(function) is None:
+            return f"its activation is {type(function).__name__}"
+        return cls.why_replaced(module, (*cls.record.inputs, cls.record.output))
+
+    @classmethod
+    def function(cls, module: nn.Module):
+        """Its activation."""
+        return getattr(module, cls.record.activation) if cls.record.activation else nn.functional.silu
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = activation_of(self.function(self))
+        few = x.numel() <= FEW_TOKENS * x.shape[-1] and not torch.compiler.is_compiling()
+        ours = few and activation and self.are_unmodified(*self._modules.values())
+        if not (ours and self.is_plain_inference(x) and self.still_selected()):
+            return super().forward(x)
+        outputs = project(x, self.parts(self.record.inputs))
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
+        return product(ops.glu(gate, up, activation=activation), self._modules[self.record.output])
+
+    def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
+        width = self.parts(self.record.inputs)[0].in_features
+        self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
 
 
 class FusedBlock(Fused):
@@ -72,7 +112,9 @@ class FusedBlock(Fused):
         if record.shared:
             arguments["shared"] = self._modules[record.shared](x)
         if record.shared_gate:
-            arguments["shared_gate"] = self._modules[record.shared_gate](x).squeeze(-1)
+            layer = self._modules[record.shared_gate]
+            gate = product(x, layer) if self.are_unmodified(layer) else layer(x)
+            arguments["shared_gate"] = gate.squeeze(-1)
         if residual is not None:
             arguments["residual"] = residual
         return ops.experts(x, weights, ids, **arguments), weights

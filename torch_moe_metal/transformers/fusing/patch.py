@@ -12,6 +12,7 @@ from .family_check import FOR_EXPERTS, why_not_patched
 from .fuse import LEFT, Report, Row, fuse_in_place, unfuse_in_place
 from .fused import original_class
 from .layers import FusedNorm
+from .moe_blocks import FusedMlp
 
 
 def patch(model: nn.Module) -> Report:
@@ -57,9 +58,9 @@ def model_of(given: object, caller: str) -> nn.Module:
 
 
 def fusible(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that `patch` would change, but for norms, by their names."""
+    """The modules that `patch` would change, but for norms and MLPs, by their names."""
     classes = {name: fused_class(original_class(part)) for name, part in model.named_modules()}
-    known = {name for name, fused in classes.items() if fused and not issubclass(fused, FusedNorm)}
+    known = {name for name, fused in classes.items() if fused and not issubclass(fused, FusedNorm | FusedMlp)}
     return {name: part for name, part in model.named_modules() if name in known or is_experts(part)}
 
 

@@ -38,6 +38,15 @@ class Llama4Block(Block):
 
 
 @dataclass(frozen=True)
+class Mlp(Record):
+    """A dense MLP or shared expert: down(act(gate(x)) * up(x))."""
+
+    inputs: tuple[str, ...] = ("gate_proj", "up_proj")  # or one layer that computes both, the gate first
+    output: str = "down_proj"
+    activation: str | None = "act_fn"  # None: silu
+
+
+@dataclass(frozen=True)
 class Attention(Record):
     """Attention with q_proj, k_proj and v_proj. Norms, sinks, g_proj (an output gate), v_head_dim and v_scale
     are used if the module has them."""
@@ -149,6 +158,7 @@ class Family:
     attention: Attention | None = None
     linear: LinearAttention | ShortConv | None = None
     layer: Layer | Gemma4Layer | None = None
+    mlp: Mlp | None = None
     last_norm: Norm | None = None
     experts: Experts | None = None
     left: Mapping[str, str] = field(default_factory=dict)  # attention that is not fused, and the reason
@@ -158,5 +168,5 @@ class Family:
     @property
     def fused(self) -> list[Record]:
         """The classes that `patch` fuses."""
-        found = self.block, self.attention, self.linear, self.layer, self.last_norm
+        found = self.block, self.attention, self.linear, self.layer, self.mlp, self.last_norm
         return [each for each in found if each is not None]

@@ -183,8 +183,11 @@ def replayed_layers(cache: Cache) -> int:
 
 
 def why_not_taped(layer: nn.Module) -> str | None:
-    """Why the tokens of this layer are not replayed, or None."""
-    return REFUSALS.get(layer) if ENABLED else "TORCH_MOE_METAL_TAPE is 0"
+    """Why the tokens of this layer are not replayed, or None. An op that a tape cannot replay is known after the first
+    few tokens."""
+    if not ENABLED:
+        return "TORCH_MOE_METAL_TAPE is 0"
+    return layer.why_never_taped() or REFUSALS.get(layer)
 
 
 def forget(layer: nn.Module) -> None:
