@@ -1,5 +1,6 @@
 // rope and attention with the rows of a cache (room.h) in place of keys and values. They run the kernels of those ops.
-// `patch` uses them for single tokens; they have no function in Python, and torch.compile never sees them.
+// `patch` uses them for single tokens. Their names begin with an underscore in Python, which has no functions for them,
+// and torch.compile never sees them.
 #pragma once
 #include <optional>
 #include <string>
@@ -28,7 +29,7 @@ inline constexpr char schema_rope_into[] =
 inline RopeInto check_rope_into(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                                 const c10::intrusive_ptr<Room>& room, const OptionalTensor& q_norm_weight,
                                 const OptionalTensor& k_norm_weight, double eps, bool interleaved) {
-  Arguments args("rope_into", "q", q);
+  Arguments args("_rope_into", "q", q);
   RopeInto call;
   check_rotated(args, q, k, cos, sin, q_norm_weight, k_norm_weight, eps, interleaved, call);
   call.v = args.activation("v", v, "BTJV");

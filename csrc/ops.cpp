@@ -18,8 +18,9 @@ namespace {
 
 #define MOE_METAL_SCHEMA(name) std::string(#name) + schema_##name,
 std::vector<std::string> schemas() { return {MOE_METAL_OPS(MOE_METAL_SCHEMA)}; }
+#define MOE_METAL_CACHE_SCHEMA(name) std::string("_" #name) + schema_##name,
 std::vector<std::string> all_schemas() {
-  return {MOE_METAL_OPS(MOE_METAL_SCHEMA) MOE_METAL_CACHE_OPS(MOE_METAL_SCHEMA)};
+  return {MOE_METAL_OPS(MOE_METAL_SCHEMA) MOE_METAL_CACHE_OPS(MOE_METAL_CACHE_SCHEMA)};
 }
 
 bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }

@@ -141,8 +141,8 @@ class FusedAttention(FusedProjections):
         q, k, v, gate = self.heads(*project(x, projections))
         weights = self.norm_weights(norms, q, k)
         eps = {"eps": eps_of(norms[0])} if norms else {}
-        q = ops.rope_into(q, k, v, *angles, room, *weights, **eps)
-        return ops.attention_over(q, room, mask, self._parameters.get("sinks"), scale=self.scaling), gate
+        q = ops._rope_into(q, k, v, *angles, room, *weights, **eps)
+        return ops._attention_over(q, room, mask, self._parameters.get("sinks"), scale=self.scaling), gate
 
     def norm_weights(self, norms: list, q: Tensor, k: Tensor) -> list[Tensor]:
         weights = [self.record.norm_weight(norm) for norm in norms[:2]]

@@ -2,6 +2,7 @@
 projection of the output."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...packed_layers import Linear
@@ -127,7 +128,7 @@ class FusedLinearAttention(FusedMixer):
 
     def mix(self, x: Tensor, mask: Tensor | None, step: Step, weights: tuple[Tensor | None, ...]) -> Tensor:
         record = self.record
-        tensors = (*record.split(self, *project(x, self.parts(record.projections))), *weights, step.past)
+        tensors = (*record.split(self, *project(x, self.parts(record.projections), F.linear)), *weights, step.past)
         options = self.options(step, x.shape[1]) | {"eps": eps_of(self._modules[record.norm])}
         if step.replay:
             options["replay"] = step.replay

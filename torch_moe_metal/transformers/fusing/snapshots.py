@@ -117,6 +117,8 @@ def fork_layer(layer, kept: Kept):
 def tensors_of(cache: Cache) -> Iterator[Tensor]:
     """All tensors of a cache."""
     for layer in cache.layers:
+        if getattr(layer, "room", None) is not None:
+            yield from layer.room.memory()
         for value in vars(layer).values():
             held = value.values() if isinstance(value, dict) else (value,)
             yield from (each for each in held if isinstance(each, Tensor))
