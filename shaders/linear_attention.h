@@ -97,6 +97,9 @@ inline ulong log_decays(constant LinearAttentionParams& params) {
   return log_keys(params) + ulong(params.J) * params.D;
 }
 
+// Whether the kernel of the recurrence computes the gate, too.
+inline bool gates_here(constant LinearAttentionParams& params) { return params.has_gate && !params.in_groups; }
+
 // The index of a value head in the output.
 inline uint output_head(uint head, constant LinearAttentionParams& params) {
   const uint of_group = params.A / params.J;

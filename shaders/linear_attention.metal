@@ -171,13 +171,13 @@ template <typename T>
 #define instantiate_linear_attention(dtype, name, key_parts) \
   instantiate_kernel("linear_attention" name "_" #dtype, moe_metal::linear_attention<dtype, key_parts>)
 #if in_part(keys64)
-for_dtypes(instantiate_linear_attention, "_64", 4)
+for_dtypes(instantiate_linear_attention, "_64", 8)
 #endif
 #if in_part(keys128)
-for_dtypes(instantiate_linear_attention, "_128", 8)
+for_dtypes(instantiate_linear_attention, "_128", 16)
 #endif
 #if in_part(keys256)
-for_dtypes(instantiate_linear_attention, "_256", 16)
+for_dtypes(instantiate_linear_attention, "_256", 32)
 #endif
 #if in_part(groups)
 instantiate_dtypes("linear_attention_groups", linear_attention_groups)

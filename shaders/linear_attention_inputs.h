@@ -1,9 +1,10 @@
 // What the tokens of linear_attention_ need, in threadgroup memory: their keys, queries and values after convolution,
 // mask and norm, and the factors of the state.
 //
-// A token has `token_floats`: its key, its query (key_rows each), value and output (tile_columns each), and with decays
-// per channel its decays (key_rows). Beyond D and V keys, queries and values are 0. `gates` has three numbers of each
-// token: decay, beta (or the step), and the product of query and key.
+// A token has `token_floats`: its key, its query (key_rows each), value and output (tile_columns each), with decays per
+// channel its decays (key_rows), and with a gate of this kernel its activated gate (tile_columns). Beyond D and V keys,
+// queries and values are 0. `gates` has three numbers of each token: decay, beta (or the step), and the product of query
+// and key.
 #pragma once
 #include "linear_attention.h"
 
@@ -11,8 +12,8 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------ convolution
 
-// The part of the channels that an element of a token is in.
-enum class Part : uint { key, query, value };
+// The part of the channels that an element of a token is in. The gate is not convolved.
+enum class Part : uint { key, query, value, gate };
 
 // A channel's inputs: element s >= 0 is that of token s of the sequence, and s < 0 counts back from the end of `past`.
 template <typename T>
@@ -30,7 +31,10 @@ struct Channel {
   float input(int s) const thread { return float(raw(s)); }
 };
 
-// The channel of element i of a token.
+// The number of channels that are convolved.
+inline uint channels_of(constant LinearAttentionParams& params) { return 2 * params.key_rows + params.tile_columns; }
+
+// The channel of element i of a token, or from channels_of() on its gate.
 template <typename T>
 Channel<T> channel_of(thread const LinearAttentionTensors<T>& tensors, uint i, thread const LinearAttentionWork& work,
                       constant LinearAttentionParams& params) {
@@ -38,7 +42,14 @@ Channel<T> channel_of(thread const LinearAttentionTensors<T>& tensors, uint i, t
   const bool queries_first = params.order == ChannelOrder::qkv;
   Channel<T> channel;
   channel.part = i < params.key_rows ? Part::key : i < 2 * params.key_rows ? Part::query : Part::value;
-  if (channel.part == Part::value) {
+  if (i >= channels_of(params)) {
+    const uint column = i - channels_of(params);
+    channel.part = Part::gate;
+    channel.exists = column < work.columns;
+    channel.tokens = tensors.gate + token_offset(params.gate, work, 0) + (work.first_column + column) * params.gate.element;
+    channel.row = params.gate.row;
+    channel.index = 0;
+  } else if (channel.part == Part::value) {
     const uint column = i - 2 * params.key_rows, at = work.first_column + column;
     channel.exists = column < work.columns;
     channel.tokens = tensors.v + token_offset(params.v, work, 0) + at * params.v.element;
@@ -105,32 +116,55 @@ float sum_of_taps(thread const LinearAttentionTensors<T>& tensors, thread const 
   return sum;
 }
 
-// Keys, queries and values of `count` tokens from `first` on. `few_taps`: at most four.
+// A channel's inputs of `count` tokens from `first` on, as they are. All loads are under way at a time.
+template <typename T>
+void load_inputs(thread const Channel<T>& channel, uint first, uint count, threadgroup float* to,
+                 constant LinearAttentionParams& params) {
+  device const T* next = channel.tokens + first * channel.row;
+  T inputs[kStateTokens];
+#pragma unroll
+  for (uint t = 0; t < kStateTokens; ++t) {
+    inputs[t] = *next;
+    next += t + 1 < count ? channel.row : 0;  // the last one again: a condition would make the loads wait for each other
+  }
+#pragma unroll
+  for (uint t = 0; t < kStateTokens; ++t) {
+    if (t < count) to[t * params.token_floats] = float(inputs[t]);
+  }
+}
+
+// Keys, queries, values and gates of `count` tokens from `first` on. `few_taps`: at most four.
 template <bool few_taps, typename T>
 void load_channels(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
                    thread const LinearAttentionWork& work, LinearAttentionThread at,
                    constant LinearAttentionParams& params) {
-  const bool is_convolved = params.conv_weight != ParameterType::absent;
-  for (uint i = at.index; i < 2 * params.key_rows + params.tile_columns; i += at.threads) {
+  const uint channels = channels_of(params), all = channels + (gates_here(params) ? params.tile_columns : 0);
+  for (uint i = at.index; i < all; i += at.threads) {
     const Channel<T> channel = channel_of(tensors, i, work, params);
+    threadgroup float* to = memory + (i < channels ? i : params.token_floats - params.tile_columns + (i - channels));
     if (!channel.exists) {
-      for (uint t = 0; t < count; ++t) memory[t * params.token_floats + i] = 0;
+      for (uint t = 0; t < count; ++t) to[t * params.token_floats] = 0;
       continue;
     }
-    const bool is_masked = params.has_mask && channel.part != Part::query;
+    const bool is_gate = channel.part == Part::gate;
+    const bool is_convolved = !is_gate && params.conv_weight != ParameterType::absent;
+    const bool is_masked = params.has_mask && (channel.part == Part::key || channel.part == Part::value);
     Window window;
     float bias = 0;
     if (is_convolved && few_taps) window = window_before(tensors, channel, int(first), params);
-    if (params.conv_bias != ParameterType::absent) bias = load(tensors.conv_bias, channel.index, params.conv_bias);
-    device const T* next = channel.tokens + first * channel.row;
-    for (uint t = 0; t < count; ++t, next += channel.row) {
-      float x = float(*next);
+    if (is_convolved && params.conv_bias != ParameterType::absent) {
+      bias = load(tensors.conv_bias, channel.index, params.conv_bias);
+    }
+    load_inputs(channel, first, count, to, params);
+    for (uint t = 0; t < count; ++t, to += params.token_floats) {
+      float x = *to;
       if (is_convolved) {
         x = few_taps ? window.sum(x) : sum_of_taps(tensors, channel, int(first + t), params);
         x = pointwise(x + bias, params.activation);
       }
+      if (is_gate) x = pointwise(x, params.gate_activation);
       if (is_masked && !tensors.mask[mask_offset(work, first + t, params)]) x = 0;
-      memory[t * params.token_floats + i] = x;
+      *to = x;
     }
   }
 }
@@ -166,7 +200,8 @@ void load_factors(thread const LinearAttentionTensors<T>& tensors, uint first, u
                   constant LinearAttentionParams& params) {
   const bool has_rate = params.log_rate != ParameterType::absent;
   const float rate = has_rate ? exp(load(tensors.log_rate, work.head, params.log_rate)) : 1;
-  for (uint t = at.index; t < count; t += at.threads) {
+  // The last threads have the channels with the least work.
+  for (uint t = at.threads - 1 - at.index; t < count; t += at.threads) {
     const float raw = raw_decay(tensors, first + t, 0, work, params);
     float factor = step_of(raw, params);
     gates[t] = decay_of(raw, rate, params);  // not used with decays per channel

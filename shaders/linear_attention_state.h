@@ -1,6 +1,6 @@
 // The state of a value head in registers, and what a token does to it.
 //
-// A lane has 16 rows and 4 columns of the state: rows 4 p + 4 KeyParts j + r for j, r < 4, where p is its key part. The
+// A lane has 8 rows and 4 columns of the state: rows 4 p + 4 KeyParts j + r for j < 2, r < 4, where p is its key part. The
 // lanes of a simdgroup are KeyParts by 32 / KeyParts columns of four. Four neighbours of the state along V are one
 // register's vector; four along D are loaded together if those are neighbours in memory, as in Mamba 2's states.
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace moe_metal {
 
-MOE_METAL_CONSTANT uint kStateRows = 4;  // vectors of rows of a lane
+MOE_METAL_CONSTANT uint kStateRows = 2;  // vectors of rows of a lane
 
 struct StateTile {
   float4 at[kStateRows][kVectorWidth];  // [j][r]
@@ -34,7 +34,7 @@ StateLane state_lane(LinearAttentionThread at) {
 
 // Whether D may be any number, or is a multiple of the rows that the key parts have at a time. Only the kernel for long
 // keys takes any number: the conditions for rows beyond D take many registers.
-constexpr bool takes_any_rows(uint key_parts) { return key_parts == 16; }
+constexpr bool takes_any_rows(uint key_parts) { return key_parts == kSimdgroup; }
 
 // Makes the rows beyond D zero.
 template <uint KeyParts>
@@ -62,8 +62,9 @@ inline void transpose(thread StateTile& tile) {
   }
 }
 
-// `whole`: all rows and columns exist. Without conditions all loads can be under way at a time.
-template <uint KeyParts, bool whole>
+// Whether four neighbours of the state are accessed together, and along which dimension, is a constant here: without
+// branches between them all accesses are under way at a time.
+template <uint KeyParts, StateLayout layout>
 StateTile load_tile(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
   const ulong by_row = params.state.row, by_column = params.state.element;
   StateTile tile;
@@ -74,51 +75,53 @@ StateTile load_tile(device const float* state, uint columns, StateLane lane, con
     for (uint n = 0; n < kVectorWidth; ++n) {
       tile.at[j][n] = 0;
       if (j * kVectorWidth * KeyParts >= params.key_rows) continue;
-      if (params.layout == StateLayout::columns) {
-        const bool exists = whole || (row + n < params.D && lane.column < columns);
-        if (exists) tile.at[j][n] = load4_aligned(state + (row + n) * by_row + lane.column);
-      } else if (params.layout == StateLayout::rows) {
-        const bool exists = whole || (row < params.D && lane.column + n < columns);
-        if (exists) tile.at[j][n] = load4_aligned(state + (lane.column + n) * by_column + row);
-      } else if (params.layout == StateLayout::any) {
+      if (layout == StateLayout::columns) {
+        tile.at[j][n] = load4_aligned(state + (row + n) * by_row + lane.column);
+      } else if (layout == StateLayout::rows) {
+        tile.at[j][n] = load4_aligned(state + (lane.column + n) * by_column + row);
+      } else if (layout == StateLayout::any) {
 #pragma unroll
         for (uint c = 0; c < kVectorWidth; ++c) {
-          const bool exists = whole || (row + n < params.D && lane.column + c < columns);
+          const bool exists = row + n < params.D && lane.column + c < columns;
           if (exists) tile.at[j][n][c] = state[(row + n) * by_row + (lane.column + c) * by_column];
         }
       }
     }
   }
-  if (params.layout == StateLayout::rows) transpose(tile);
+  if (layout == StateLayout::rows) transpose(tile);
   return tile;
 }
 
 template <uint KeyParts>
 StateTile load_state(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
-  const bool whole = params.D == params.key_rows && columns == params.tile_columns;
-  return whole ? load_tile<KeyParts, true>(state, columns, lane, params)
-               : load_tile<KeyParts, false>(state, columns, lane, params);
+  switch (params.layout) {
+    case StateLayout::columns:
+      return load_tile<KeyParts, StateLayout::columns>(state, columns, lane, params);
+    case StateLayout::rows:
+      return load_tile<KeyParts, StateLayout::rows>(state, columns, lane, params);
+    case StateLayout::any:
+      return load_tile<KeyParts, StateLayout::any>(state, columns, lane, params);
+    default:
+      return load_tile<KeyParts, StateLayout::absent>(state, columns, lane, params);
+  }
 }
 
-template <uint KeyParts>
-void store_state(StateTile tile, device float* state, uint columns, StateLane lane,
-                 constant LinearAttentionParams& params) {
+template <uint KeyParts, StateLayout layout>
+void store_tile(StateTile tile, device float* state, uint columns, StateLane lane,
+                constant LinearAttentionParams& params) {
   const ulong by_row = params.state.row, by_column = params.state.element;
-  if (params.layout == StateLayout::rows) transpose(tile);
+  if (layout == StateLayout::rows) transpose(tile);
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
     const uint row = lane.row + j * kVectorWidth * KeyParts;
+    if (j * kVectorWidth * KeyParts >= params.key_rows) continue;
 #pragma unroll
     for (uint n = 0; n < kVectorWidth; ++n) {
-      if (params.layout == StateLayout::columns) {
-        if (row + n < params.D && lane.column < columns) {
-          store4_aligned(state + (row + n) * by_row + lane.column, tile.at[j][n]);
-        }
-      } else if (params.layout == StateLayout::rows) {
-        if (row < params.D && lane.column + n < columns) {
-          store4_aligned(state + (lane.column + n) * by_column + row, tile.at[j][n]);
-        }
-      } else if (params.layout == StateLayout::any) {
+      if (layout == StateLayout::columns) {
+        store4_aligned(state + (row + n) * by_row + lane.column, tile.at[j][n]);
+      } else if (layout == StateLayout::rows) {
+        store4_aligned(state + (lane.column + n) * by_column + row, tile.at[j][n]);
+      } else {
 #pragma unroll
         for (uint c = 0; c < kVectorWidth; ++c) {
           const bool exists = row + n < params.D && lane.column + c < columns;
@@ -126,6 +129,18 @@ void store_state(StateTile tile, device float* state, uint columns, StateLane la
         }
       }
     }
+  }
+}
+
+template <uint KeyParts>
+void store_state(StateTile tile, device float* state, uint columns, StateLane lane,
+                 constant LinearAttentionParams& params) {
+  if (params.layout == StateLayout::columns) {
+    store_tile<KeyParts, StateLayout::columns>(tile, state, columns, lane, params);
+  } else if (params.layout == StateLayout::rows) {
+    store_tile<KeyParts, StateLayout::rows>(tile, state, columns, lane, params);
+  } else if (params.layout == StateLayout::any) {
+    store_tile<KeyParts, StateLayout::any>(tile, state, columns, lane, params);
   }
 }
 
@@ -189,6 +204,7 @@ Sum sum_of_column(thread const Sum* sums, StateLane lane) {
   Sum sum = (is_odd ? second : first) + simd_shuffle_xor(is_odd ? first : second, 1);
   if (KeyParts > 4) sum += simd_shuffle_xor(sum, 4);
   if (KeyParts > 8) sum += simd_shuffle_xor(sum, 8);
+  if (KeyParts > 16) sum += simd_shuffle_xor(sum, 16);
   return sum;
 }
 
