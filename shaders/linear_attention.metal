@@ -31,13 +31,13 @@ void compute_tokens(thread StateTile& tile, uint count, threadgroup float* memor
                     constant LinearAttentionParams& params) {
   const uint column = lane.column + lane.key_part % kVectorWidth;
   is_logged = is_logged && lane.key_part < kVectorWidth && column < columns;
-  updates += column * params.log.element;
+  updates += ulong(column) * params.log.element;
   for (uint t = 0; t < count; ++t) {
     threadgroup float* token = memory + t * params.token_floats;
     const TokenGates its_gates = {gates[t], gates[kStateTokens + t], gates[2 * kStateTokens + t]};
     const float update = delta ? delta_token<KeyParts>(tile, token, its_gates, lane, params)
                                : sum_token<KeyParts>(tile, token, its_gates, lane, params);
-    if (is_logged) updates[t * params.log.row] = update;
+    if (is_logged) updates[ulong(t) * params.log.row] = update;
   }
 }
 
@@ -74,14 +74,14 @@ template <typename T, uint KeyParts>
     if (work.sequence + 1 == params.sequences)
       store_zeros(output, work.begin + work.tokens, params.T, work, at, params);
   }
-  if (params.R > 0) store_kept(tensors, kept, work, at, params);
   // Steps: replayed rows of the log, then tokens. The state is stored before the last L of them.
   const uint replay = params.replay, steps = replay + work.tokens, stored = steps - params.L;
-  if (steps == 0) return;
   const StateLane lane = state_lane<KeyParts>(at);
-  device float* own_state = state + work.sequence * params.state.sequence + work.head * params.state.head +
-                            work.first_column * params.state.element;
-  StateTile tile = load_state<KeyParts>(own_state, work.columns, lane, params);
+  device float* own_state = state + work.sequence * params.state.sequence + ulong(work.head) * params.state.head +
+                            ulong(work.first_column) * params.state.element;
+  StateTile tile = load_state<KeyParts>(own_state, lane, params);
+  if (params.R > 0) store_kept(tensors, kept, work, at, params);
+  if (steps == 0) return;
   uint count = 0;
   for (uint step = 0;; step += count) {
     if (step == stored) store_state<KeyParts>(tile, own_state, work.columns, lane, params);
@@ -90,6 +90,7 @@ template <typename T, uint KeyParts>
     count = min(params.block_tokens, end - step);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous tokens have been read
     if (step < replay) {
+      if (step == 0) settle_state<KeyParts>(tile, own_state, work.columns, lane, params);
       load_log(log, step, count, memory, gates, work, at, params);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint t = 0; t < count; ++t) {
@@ -105,6 +106,7 @@ template <typename T, uint KeyParts>
     load_factors(tensors, first, count, memory, gates, work, at, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     norm_keys(count, memory, gates, at, params);
+    if (step == 0) settle_state<KeyParts>(tile, own_state, work.columns, lane, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const bool is_logged = step >= stored;
     const uint log_at = is_logged ? replay + step - stored : 0;

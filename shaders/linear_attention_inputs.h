@@ -20,13 +20,23 @@ template <typename T>
 struct Channel {
   device const T* tokens;
   device const T* past;
-  ulong row, past_row, index;
+  uint row, past_row, index;
   Part part;
   bool exists, has_past;
 
   T raw(int s) const thread {
-    if (s >= 0) return tokens[ulong(s) * row];
-    return has_past ? past[long(s) * long(past_row)] : T(0);
+    if (s < 0 && !has_past) return T(0);
+    return raw_or_first(s);
+  }
+  // The same without a condition around the load. If there is no past, that of the first token.
+  T raw_or_first(int s) const thread {
+    device const T* from = tokens;
+    uint step = row;
+    if (s < 0 && has_past) {
+      from = past;
+      step = past_row;
+    }
+    return from[long(s < 0 && !has_past ? 0 : s) * long(step)];
   }
   float input(int s) const thread { return float(raw(s)); }
 };
@@ -38,37 +48,39 @@ inline uint channels_of(constant LinearAttentionParams& params) { return 2 * par
 template <typename T>
 Channel<T> channel_of(thread const LinearAttentionTensors<T>& tensors, uint i, thread const LinearAttentionWork& work,
                       constant LinearAttentionParams& params) {
-  const ulong keys = ulong(params.J) * params.D, values = ulong(params.A) * params.V;
+  const uint keys = params.key_rows, columns_at = 2 * keys, gates_at = channels_of(params);
   const bool queries_first = params.order == ChannelOrder::qkv;
+  const uint before_keys = params.J * params.D, values = params.A * params.V;
   Channel<T> channel;
-  channel.part = i < params.key_rows ? Part::key : i < 2 * params.key_rows ? Part::query : Part::value;
-  if (i >= channels_of(params)) {
-    const uint column = i - channels_of(params);
-    channel.part = Part::gate;
-    channel.exists = column < work.columns;
-    channel.tokens = tensors.gate + token_offset(params.gate, work, 0) + (work.first_column + column) * params.gate.element;
-    channel.row = params.gate.row;
-    channel.index = 0;
+  HeadStrides strides = params.q;
+  uint element = i - keys;
+  channel.part = i < keys ? Part::key : i < columns_at ? Part::query : i < gates_at ? Part::value : Part::gate;
+  channel.tokens = tensors.q;
+  channel.index = queries_first ? 0 : values + before_keys;
+  if (channel.part == Part::key) {
+    strides = params.k;
+    element = i;
+    channel.tokens = tensors.k;
+    channel.index = queries_first ? before_keys : values;
   } else if (channel.part == Part::value) {
-    const uint column = i - 2 * params.key_rows, at = work.first_column + column;
-    channel.exists = column < work.columns;
-    channel.tokens = tensors.v + token_offset(params.v, work, 0) + at * params.v.element;
-    channel.row = params.v.row;
-    channel.index = (queries_first ? 2 * keys : 0) + ulong(work.head) * params.V + at;
-  } else {
-    const bool is_key = channel.part == Part::key;
-    const uint d = is_key ? i : i - params.key_rows;
-    channel.exists = d < params.D;
-    channel.tokens = is_key ? tensors.k + token_offset(params.k, work, 0) + d * params.k.element
-                            : tensors.q + token_offset(params.q, work, 0) + d * params.q.element;
-    channel.row = is_key ? params.k.row : params.q.row;
-    channel.index =
-        (queries_first ? 0 : values) + (is_key == queries_first ? keys : 0) + ulong(work.key_head) * params.D + d;
+    strides = params.v;
+    element = i - columns_at;
+    channel.tokens = tensors.v;
+    channel.index = (queries_first ? 2 * before_keys : 0) + work.head * params.V + work.first_column;
+  } else if (channel.part == Part::gate) {
+    strides = params.gate;
+    element = i - gates_at;
+    channel.tokens = tensors.gate;
   }
+  const bool is_key = i < columns_at;
+  channel.exists = element < (is_key ? params.D : work.columns);
+  channel.index += element + (is_key ? work.key_head * params.D : 0);
+  channel.tokens += token_offset(strides, work, 0) + ulong(element + (is_key ? 0 : work.first_column)) * strides.element;
+  channel.row = strides.row;
   // Row W - 1 of `past` would be the first token.
   channel.has_past = params.has_past;
   channel.past = tensors.past + work.sequence * params.past.sequence + ulong(params.W - 1) * params.past.row +
-                 channel.index * params.past.element;
+                 ulong(channel.index) * params.past.element;
   channel.past_row = params.past.row;
   return channel;
 }
@@ -88,18 +100,49 @@ struct Window {
   }
 };
 
+// Loads are not conditional, so that they do not wait for each other: missing ones are those of another element.
 template <typename T>
-Window window_before(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, int first,
-                     constant LinearAttentionParams& params) {
-  Window window;
-  window.taps = 0;
-  window.inputs = 0;
-  window.missing = kVectorWidth - int(params.W);
+void load_taps(thread Window& window, device const T* weights, constant LinearAttentionParams& params) {
+  T taps[kVectorWidth];
 #pragma unroll
-  for (int n = 0; n < kVectorWidth; ++n) {
-    if (n < window.missing) continue;
-    window.taps[n] = load(tensors.conv_weight, channel.index * params.W + (n - window.missing), params.conv_weight);
-    if (n > window.missing) window.inputs[n] = channel.input(first + n - kVectorWidth);
+  for (int n = 0; n < kVectorWidth; ++n) taps[n] = weights[max(n - window.missing, 0)];
+#pragma unroll
+  for (int n = 0; n < kVectorWidth; ++n) window.taps[n] = float(taps[n]);
+}
+
+// A channel's window before token `first`, and its inputs of `count` tokens from there on, as they are.
+template <typename T>
+Window load_inputs(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, uint first,
+                   uint count, bool has_window, threadgroup float* to, constant LinearAttentionParams& params) {
+  T before[kVectorWidth], inputs[kStateTokens];
+  Window window;
+  window.missing = kVectorWidth - int(params.W);
+  if (has_window) {
+#pragma unroll
+    for (int n = 1; n < kVectorWidth; ++n) before[n] = channel.raw_or_first(int(first) + n - kVectorWidth);
+  }
+  device const T* next = channel.tokens + ulong(first) * channel.row;
+#pragma unroll
+  for (uint t = 0; t < kStateTokens; ++t) {
+    inputs[t] = *next;
+    next += t + 1 < count ? channel.row : 0;
+  }
+  if (has_window) {
+    const ulong index = ulong(channel.index) * params.W;
+    if (params.conv_weight == ParameterType::float32) {
+      load_taps(window, reinterpret_cast<device const float*>(tensors.conv_weight) + index, params);
+    } else {
+      load_taps(window, tensors.conv_weight + index, params);
+    }
+#pragma unroll
+    for (int n = 1; n < kVectorWidth; ++n) {
+      const bool exists = n > window.missing && (int(first) + n >= kVectorWidth || channel.has_past);
+      window.inputs[n] = exists ? float(before[n]) : 0;
+    }
+  }
+#pragma unroll
+  for (uint t = 0; t < kStateTokens; ++t) {
+    if (t < count) to[t * params.token_floats] = float(inputs[t]);
   }
   return window;
 }
@@ -110,27 +153,10 @@ float sum_of_taps(thread const LinearAttentionTensors<T>& tensors, thread const 
                   constant LinearAttentionParams& params) {
   float sum = 0;
   for (uint i = 0; i < params.W; ++i) {
-    const float tap = load(tensors.conv_weight, channel.index * params.W + i, params.conv_weight);
+    const float tap = load(tensors.conv_weight, ulong(channel.index) * params.W + i, params.conv_weight);
     sum = fma(tap, channel.input(token - int(params.W - 1 - i)), sum);
   }
   return sum;
-}
-
-// A channel's inputs of `count` tokens from `first` on, as they are. All loads are under way at a time.
-template <typename T>
-void load_inputs(thread const Channel<T>& channel, uint first, uint count, threadgroup float* to,
-                 constant LinearAttentionParams& params) {
-  device const T* next = channel.tokens + first * channel.row;
-  T inputs[kStateTokens];
-#pragma unroll
-  for (uint t = 0; t < kStateTokens; ++t) {
-    inputs[t] = *next;
-    next += t + 1 < count ? channel.row : 0;  // the last one again: a condition would make the loads wait for each other
-  }
-#pragma unroll
-  for (uint t = 0; t < kStateTokens; ++t) {
-    if (t < count) to[t * params.token_floats] = float(inputs[t]);
-  }
 }
 
 // Keys, queries, values and gates of `count` tokens from `first` on. `few_taps`: at most four.
@@ -149,13 +175,11 @@ void load_channels(thread const LinearAttentionTensors<T>& tensors, uint first, 
     const bool is_gate = channel.part == Part::gate;
     const bool is_convolved = !is_gate && params.conv_weight != ParameterType::absent;
     const bool is_masked = params.has_mask && (channel.part == Part::key || channel.part == Part::value);
-    Window window;
     float bias = 0;
-    if (is_convolved && few_taps) window = window_before(tensors, channel, int(first), params);
+    Window window = load_inputs(tensors, channel, first, count, is_convolved && few_taps, to, params);
     if (is_convolved && params.conv_bias != ParameterType::absent) {
       bias = load(tensors.conv_bias, channel.index, params.conv_bias);
     }
-    load_inputs(channel, first, count, to, params);
     for (uint t = 0; t < count; ++t, to += params.token_floats) {
       float x = *to;
       if (is_convolved) {
@@ -186,11 +210,38 @@ inline float decay_of(float raw, float rate, constant LinearAttentionParams& par
 template <typename T>
 float raw_decay(thread const LinearAttentionTensors<T>& tensors, uint token, uint d,
                 thread const LinearAttentionWork& work, constant LinearAttentionParams& params) {
-  const ulong offset = token_offset(params.decay, work, token) + d * params.decay.element;
+  const ulong offset = token_offset(params.decay, work, token) + ulong(d) * params.decay.element;
   const float raw = load(tensors.decay, offset, params.decay_type);
   if (params.decay_bias == ParameterType::absent) return raw;
   const ulong index = params.decays_channels ? ulong(work.head) * params.D + d : work.head;
   return raw + load(tensors.decay_bias, index, params.decay_bias);
+}
+
+// What a factor is made of, each loaded by a lane of its own.
+enum class FactorPart : uint { decay, bias, beta, rate };
+MOE_METAL_CONSTANT uint kFactorParts = 4;
+
+// The decay of a head (or of its first channel) at a token, its bias, beta, or the logarithm of the rate.
+template <typename T>
+float factor_part(thread const LinearAttentionTensors<T>& tensors, FactorPart part, uint token,
+                  thread const LinearAttentionWork& work, constant LinearAttentionParams& params) {
+  device const T* from = tensors.decay;
+  ParameterType type = params.decay_type;
+  ulong index = token_offset(params.decay, work, token);
+  if (part == FactorPart::bias) {
+    from = tensors.decay_bias;
+    type = params.decay_bias;
+    index = params.decays_channels ? ulong(work.head) * params.D : work.head;
+  } else if (part == FactorPart::beta) {
+    from = tensors.beta;
+    type = params.rule == Rule::delta ? params.beta_type : ParameterType::absent;
+    index = token_offset(params.beta, work, token);
+  } else if (part == FactorPart::rate) {
+    from = tensors.log_rate;
+    type = params.log_rate;
+    index = work.head;
+  }
+  return type == ParameterType::absent ? 0 : load(from, index, type);
 }
 
 // Decays and betas of `count` tokens from `first` on.
@@ -199,19 +250,20 @@ void load_factors(thread const LinearAttentionTensors<T>& tensors, uint first, u
                   threadgroup float* gates, thread const LinearAttentionWork& work, LinearAttentionThread at,
                   constant LinearAttentionParams& params) {
   const bool has_rate = params.log_rate != ParameterType::absent;
-  const float rate = has_rate ? exp(load(tensors.log_rate, work.head, params.log_rate)) : 1;
-  // The last threads have the channels with the least work.
-  for (uint t = at.threads - 1 - at.index; t < count; t += at.threads) {
-    const float raw = raw_decay(tensors, first + t, 0, work, params);
-    float factor = step_of(raw, params);
-    gates[t] = decay_of(raw, rate, params);  // not used with decays per channel
-    if (params.rule == Rule::delta) {
-      const ulong offset = token_offset(params.beta, work, first + t);
-      factor = params.beta_scale * sigmoid(load(tensors.beta, offset, params.beta_type));
+  if (at.simdgroup + 1 == at.simdgroups) {  // its channels are the least work
+    const uint t = at.lane / kFactorParts;
+    const float part = factor_part(tensors, FactorPart(at.lane % kFactorParts), first + min(t, count - 1), work, params);
+    const float raw = part + simd_shuffle_xor(part, 1);          // of the first two lanes
+    const float beta = simd_shuffle_xor(part, 2);
+    const float rate = has_rate ? exp(simd_shuffle_xor(part, 3)) : 1;
+    if (at.lane % kFactorParts == 0 && t < count) {
+      gates[t] = decay_of(raw, rate, params);  // not used with decays per channel
+      gates[kStateTokens + t] =
+          params.rule == Rule::delta ? params.beta_scale * sigmoid(beta) : step_of(raw, params);
     }
-    gates[kStateTokens + t] = factor;
   }
   if (!params.decays_channels) return;
+  const float rate = has_rate ? exp(load(tensors.log_rate, work.head, params.log_rate)) : 1;
   threadgroup float* decays = memory + 2 * (params.key_rows + params.tile_columns);
   for (uint i = at.index; i < count * params.key_rows; i += at.threads) {
     const uint t = i / params.key_rows, d = i % params.key_rows;

@@ -14,6 +14,16 @@ float gate_at(device const T* gate, ulong offset, constant LinearAttentionParams
 
 MOE_METAL_CONSTANT uint kLaneColumns = 4;  // of a lane: a threadgroup has at most 128
 
+// The norm's weights of a lane's columns. Those beyond the last are of no use.
+template <typename T>
+void load_weights(thread float* weights, device const T* from, uint columns, LinearAttentionThread at) {
+  T loaded[kLaneColumns];
+#pragma unroll
+  for (uint n = 0; n < kLaneColumns; ++n) loaded[n] = from[min(at.lane + n * kSimdgroup, columns - 1)];
+#pragma unroll
+  for (uint n = 0; n < kLaneColumns; ++n) weights[n] = float(loaded[n]);
+}
+
 // The results of `count` tokens from `first` on, or floats for the second kernel. A simdgroup has a token.
 template <typename T>
 void store_outputs(thread const LinearAttentionTensors<T>& tensors, device T* output, uint first, uint count,
@@ -24,11 +34,12 @@ void store_outputs(thread const LinearAttentionTensors<T>& tensors, device T* ou
   const float skip = has_skip ? load(tensors.skip, work.head, params.skip) : 0;
   const uint head = params.in_groups ? work.head : output_head(work.head, params);
   const ulong weights_at = params.norms_groups ? ulong(work.head) * params.V : 0;
+  const bool norms = has_norm && !params.in_groups;
   float weights[kLaneColumns], results[kLaneColumns];
-#pragma unroll
-  for (uint n = 0; n < kLaneColumns; ++n) {
-    const uint column = min(at.lane + n * kSimdgroup, work.columns - 1);
-    weights[n] = has_norm && !params.in_groups ? load(tensors.norm_weight, weights_at + column, params.norm_weight) : 1;
+  if (norms && params.norm_weight == ParameterType::float32) {
+    load_weights(weights, reinterpret_cast<device const float*>(tensors.norm_weight) + weights_at, work.columns, at);
+  } else if (norms) {
+    load_weights(weights, tensors.norm_weight + weights_at, work.columns, at);
   }
   for (uint t = at.simdgroup; t < count; t += at.simdgroups) {
     threadgroup const float* values = memory + t * params.token_floats + 2 * params.key_rows + at.lane;
@@ -46,7 +57,6 @@ void store_outputs(thread const LinearAttentionTensors<T>& tensors, device T* ou
       results[n] = x;
       squares = fma(x, x, squares);
     }
-    const bool norms = has_norm && !params.in_groups;
     const float factor = norms ? rsqrt(simd_sum(squares) / float(params.V) + params.eps) : 1;
 #pragma unroll
     for (uint n = 0; n < kLaneColumns; ++n) {
@@ -102,9 +112,9 @@ void store_kept(thread const LinearAttentionTensors<T>& tensors, device T* kept,
   for (uint i = at.index; i < 2 * params.key_rows + params.tile_columns; i += at.threads) {
     const Channel<T> channel = channel_of(tensors, i, work, params);
     if (!channel.exists || (channel.part != Part::value && !work.has_key_head)) continue;
-    device T* to = kept + work.sequence * params.kept.sequence + channel.index * params.kept.element;
+    device T* to = kept + work.sequence * params.kept.sequence + ulong(channel.index) * params.kept.element;
     for (uint r = 0; r < params.R; ++r) {
-      to[r * params.kept.row] = channel.raw(int(work.tokens) - int(params.R) + int(r));
+      to[ulong(r) * params.kept.row] = channel.raw(int(work.tokens) - int(params.R) + int(r));
     }
   }
 }

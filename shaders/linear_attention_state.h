@@ -62,72 +62,60 @@ inline void transpose(thread StateTile& tile) {
   }
 }
 
-// Whether four neighbours of the state are accessed together, and along which dimension, is a constant here: without
-// branches between them all accesses are under way at a time.
-template <uint KeyParts, StateLayout layout>
-StateTile load_tile(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
-  const ulong by_row = params.state.row, by_column = params.state.element;
+inline ulong element_of_state(uint row, uint column, constant LinearAttentionParams& params) {
+  return ulong(row) * params.state.row + ulong(column) * params.state.element;
+}
+
+// Where four neighbours of the state are, which one instruction accesses: along V, or along D.
+struct StateVectors {
+  ulong first;  // of a lane
+  uint step;    // from one to the next
+  ulong part;   // from one set of rows to the next
+
+  ulong at(uint j, uint n) const thread { return first + j * part + ulong(n) * step; }
+};
+
+template <uint KeyParts>
+StateVectors state_vectors(StateLane lane, constant LinearAttentionParams& params) {
+  StateVectors vectors;
+  vectors.first = element_of_state(lane.row, lane.column, params);
+  vectors.step = params.layout == StateLayout::rows ? params.state.element : params.state.row;
+  vectors.part = ulong(kVectorWidth * KeyParts) * params.state.row;
+  return vectors;
+}
+
+// Begins to load the state: nothing here needs the values, so that the loads are under way while others begin.
+// settle_state must follow.
+template <uint KeyParts>
+StateTile load_state(device const float* state, StateLane lane, constant LinearAttentionParams& params) {
+  const StateVectors vectors = state_vectors<KeyParts>(lane, params);
+  const bool loads = params.layout == StateLayout::columns || params.layout == StateLayout::rows;
   StateTile tile;
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
-    const uint row = lane.row + j * kVectorWidth * KeyParts;
 #pragma unroll
-    for (uint n = 0; n < kVectorWidth; ++n) {
-      tile.at[j][n] = 0;
-      if (j * kVectorWidth * KeyParts >= params.key_rows) continue;
-      if (layout == StateLayout::columns) {
-        tile.at[j][n] = load4_aligned(state + (row + n) * by_row + lane.column);
-      } else if (layout == StateLayout::rows) {
-        tile.at[j][n] = load4_aligned(state + (lane.column + n) * by_column + row);
-      } else if (layout == StateLayout::any) {
+    for (uint n = 0; n < kVectorWidth; ++n) tile.at[j][n] = 0;
+    if (!loads || j * kVectorWidth * KeyParts >= params.key_rows) continue;
 #pragma unroll
-        for (uint c = 0; c < kVectorWidth; ++c) {
-          const bool exists = row + n < params.D && lane.column + c < columns;
-          if (exists) tile.at[j][n][c] = state[(row + n) * by_row + (lane.column + c) * by_column];
-        }
-      }
-    }
+    for (uint n = 0; n < kVectorWidth; ++n) tile.at[j][n] = load4_aligned(state + vectors.at(j, n));
   }
-  if (layout == StateLayout::rows) transpose(tile);
   return tile;
 }
 
+// The rest: rows become columns, and elements are loaded one at a time if no four of them are neighbours.
 template <uint KeyParts>
-StateTile load_state(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
-  switch (params.layout) {
-    case StateLayout::columns:
-      return load_tile<KeyParts, StateLayout::columns>(state, columns, lane, params);
-    case StateLayout::rows:
-      return load_tile<KeyParts, StateLayout::rows>(state, columns, lane, params);
-    case StateLayout::any:
-      return load_tile<KeyParts, StateLayout::any>(state, columns, lane, params);
-    default:
-      return load_tile<KeyParts, StateLayout::absent>(state, columns, lane, params);
-  }
-}
-
-template <uint KeyParts, StateLayout layout>
-void store_tile(StateTile tile, device float* state, uint columns, StateLane lane,
-                constant LinearAttentionParams& params) {
-  const ulong by_row = params.state.row, by_column = params.state.element;
-  if (layout == StateLayout::rows) transpose(tile);
+void settle_state(thread StateTile& tile, device const float* state, uint columns, StateLane lane,
+                  constant LinearAttentionParams& params) {
+  if (params.layout == StateLayout::rows) transpose(tile);
+  if (params.layout != StateLayout::any) return;
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
-    const uint row = lane.row + j * kVectorWidth * KeyParts;
-    if (j * kVectorWidth * KeyParts >= params.key_rows) continue;
 #pragma unroll
-    for (uint n = 0; n < kVectorWidth; ++n) {
-      if (layout == StateLayout::columns) {
-        store4_aligned(state + (row + n) * by_row + lane.column, tile.at[j][n]);
-      } else if (layout == StateLayout::rows) {
-        store4_aligned(state + (lane.column + n) * by_column + row, tile.at[j][n]);
-      } else {
-#pragma unroll
-        for (uint c = 0; c < kVectorWidth; ++c) {
-          const bool exists = row + n < params.D && lane.column + c < columns;
-          if (exists) state[(row + n) * by_row + (lane.column + c) * by_column] = tile.at[j][n][c];
-        }
-      }
+    for (uint i = 0; i < kVectorWidth * kVectorWidth; ++i) {
+      const uint row = lane.row + j * kVectorWidth * KeyParts + i / kVectorWidth;
+      const uint column = lane.column + i % kVectorWidth;
+      const bool exists = row < params.D && column < columns;
+      if (exists) tile.at[j][i / kVectorWidth][i % kVectorWidth] = state[element_of_state(row, column, params)];
     }
   }
 }
@@ -135,12 +123,23 @@ void store_tile(StateTile tile, device float* state, uint columns, StateLane lan
 template <uint KeyParts>
 void store_state(StateTile tile, device float* state, uint columns, StateLane lane,
                  constant LinearAttentionParams& params) {
-  if (params.layout == StateLayout::columns) {
-    store_tile<KeyParts, StateLayout::columns>(tile, state, columns, lane, params);
-  } else if (params.layout == StateLayout::rows) {
-    store_tile<KeyParts, StateLayout::rows>(tile, state, columns, lane, params);
-  } else if (params.layout == StateLayout::any) {
-    store_tile<KeyParts, StateLayout::any>(tile, state, columns, lane, params);
+  if (params.layout == StateLayout::rows) transpose(tile);
+  const StateVectors vectors = state_vectors<KeyParts>(lane, params);
+#pragma unroll
+  for (uint j = 0; j < kStateRows; ++j) {
+    if (params.layout == StateLayout::absent || j * kVectorWidth * KeyParts >= params.key_rows) continue;
+    if (params.layout != StateLayout::any) {
+#pragma unroll
+      for (uint n = 0; n < kVectorWidth; ++n) store4_aligned(state + vectors.at(j, n), tile.at[j][n]);
+      continue;
+    }
+#pragma unroll
+    for (uint i = 0; i < kVectorWidth * kVectorWidth; ++i) {
+      const uint row = lane.row + j * kVectorWidth * KeyParts + i / kVectorWidth;
+      const uint column = lane.column + i % kVectorWidth;
+      const bool exists = row < params.D && column < columns;
+      if (exists) state[element_of_state(row, column, params)] = tile.at[j][i / kVectorWidth][i % kVectorWidth];
+    }
   }
 }
 

@@ -38,19 +38,19 @@ StateKernel& kernel_of(const LinearAttention& call) {
   return keys256;
 }
 
-uint64_t stride(const Tensor& tensor, int dim) { return static_cast<uint64_t>(tensor.stride(dim)); }
-
 HeadStrides key_strides(const Tensor& tensor) {
-  return {stride(tensor, 0), stride(tensor, 1), stride(tensor, 2), 0, stride(tensor, 3)};
+  const auto of = [&](int d) { return to_uint(stride(tensor, d)); };
+  return {static_cast<uint64_t>(stride(tensor, 0)), of(1), of(2), 0, of(3)};
 }
 HeadStrides value_strides(const Tensor& tensor) {
   if (!tensor.defined()) return {};
-  const auto of = [&](int d) { return stride(tensor, d); };
-  return {of(0), of(1), of(2), of(3), tensor.dim() == 5 ? of(4) : 0};
+  const auto of = [&](int d) { return to_uint(stride(tensor, d)); };
+  return {static_cast<uint64_t>(stride(tensor, 0)), of(1), of(2), of(3), tensor.dim() == 5 ? of(4) : 0};
 }
-AttentionStrides state_strides(const Tensor& state) {
+StateStrides state_strides(const Tensor& state) {
   if (!state.defined()) return {};
-  return {stride(state, 0), stride(state, 1), stride(state, 2), stride(state, 3)};
+  const auto of = [&](int d) { return to_uint(stride(state, d)); };
+  return {static_cast<uint64_t>(stride(state, 0)), of(1), of(2), of(3)};
 }
 
 // Whether dimension `inner` of the state can be loaded four elements at a time.
