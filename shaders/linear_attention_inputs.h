@@ -52,31 +52,31 @@ Channel<T> channel_of(thread const LinearAttentionTensors<T>& tensors, uint i, t
   const bool queries_first = params.order == ChannelOrder::qkv;
   const uint before_keys = params.J * params.D, values = params.A * params.V;
   Channel<T> channel;
-  HeadStrides strides = params.q;
-  uint element = i - keys;
   channel.part = i < keys ? Part::key : i < columns_at ? Part::query : i < gates_at ? Part::value : Part::gate;
-  channel.tokens = tensors.q;
-  channel.index = queries_first ? 0 : values + before_keys;
   if (channel.part == Part::key) {
-    strides = params.k;
-    element = i;
-    channel.tokens = tensors.k;
-    channel.index = queries_first ? before_keys : values;
+    channel.exists = i < params.D;
+    channel.tokens = tensors.k + token_offset(params.k, work, 0) + ulong(i) * params.k.element;
+    channel.row = params.k.row;
+    channel.index = (queries_first ? before_keys : values) + work.key_head * params.D + i;
+  } else if (channel.part == Part::query) {
+    const uint d = i - keys;
+    channel.exists = d < params.D;
+    channel.tokens = tensors.q + token_offset(params.q, work, 0) + ulong(d) * params.q.element;
+    channel.row = params.q.row;
+    channel.index = (queries_first ? 0 : values + before_keys) + work.key_head * params.D + d;
   } else if (channel.part == Part::value) {
-    strides = params.v;
-    element = i - columns_at;
-    channel.tokens = tensors.v;
-    channel.index = (queries_first ? 2 * before_keys : 0) + work.head * params.V + work.first_column;
-  } else if (channel.part == Part::gate) {
-    strides = params.gate;
-    element = i - gates_at;
-    channel.tokens = tensors.gate;
+    const uint column = i - columns_at, at = work.first_column + column;
+    channel.exists = column < work.columns;
+    channel.tokens = tensors.v + token_offset(params.v, work, 0) + ulong(at) * params.v.element;
+    channel.row = params.v.row;
+    channel.index = (queries_first ? 2 * before_keys : 0) + work.head * params.V + at;
+  } else {
+    const uint column = i - gates_at, at = work.first_column + column;
+    channel.exists = column < work.columns;
+    channel.tokens = tensors.gate + token_offset(params.gate, work, 0) + ulong(at) * params.gate.element;
+    channel.row = params.gate.row;
+    channel.index = 0;
   }
-  const bool is_key = i < columns_at;
-  channel.exists = element < (is_key ? params.D : work.columns);
-  channel.index += element + (is_key ? work.key_head * params.D : 0);
-  channel.tokens += token_offset(strides, work, 0) + ulong(element + (is_key ? 0 : work.first_column)) * strides.element;
-  channel.row = strides.row;
   // Row W - 1 of `past` would be the first token.
   channel.has_past = params.has_past;
   channel.past = tensors.past + work.sequence * params.past.sequence + ulong(params.W - 1) * params.past.row +
@@ -296,6 +296,21 @@ inline void norm_keys(uint count, threadgroup float* memory, threadgroup float* 
     product = simd_sum(product);
     if (at.lane == 0) gates[2 * kStateTokens + t] = product;
   }
+}
+
+// Keys, queries, values and factors of `count` tokens from `first` on.
+template <typename T>
+void load_tokens(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
+                 threadgroup float* gates, thread const LinearAttentionWork& work, LinearAttentionThread at,
+                 constant LinearAttentionParams& params) {
+  if (params.W <= uint(kVectorWidth)) {
+    load_channels<true>(tensors, first, count, memory, work, at, params);
+  } else {
+    load_channels<false>(tensors, first, count, memory, work, at, params);
+  }
+  load_factors(tensors, first, count, memory, gates, work, at, params);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  norm_keys(count, memory, gates, at, params);
 }
 
 // Keys, updates (in place of values) and decays of `count` tokens from rows of the log.

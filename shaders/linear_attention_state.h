@@ -90,11 +90,9 @@ template <uint KeyParts>
 StateTile load_state(device const float* state, StateLane lane, constant LinearAttentionParams& params) {
   const StateVectors vectors = state_vectors<KeyParts>(lane, params);
   const bool loads = params.layout == StateLayout::columns || params.layout == StateLayout::rows;
-  StateTile tile;
+  StateTile tile;  // without a first value, which would have to wait for the loads
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
-#pragma unroll
-    for (uint n = 0; n < kVectorWidth; ++n) tile.at[j][n] = 0;
     if (!loads || j * kVectorWidth * KeyParts >= params.key_rows) continue;
 #pragma unroll
     for (uint n = 0; n < kVectorWidth; ++n) tile.at[j][n] = load4_aligned(state + vectors.at(j, n));
@@ -102,20 +100,20 @@ StateTile load_state(device const float* state, StateLane lane, constant LinearA
   return tile;
 }
 
-// The rest: rows become columns, and elements are loaded one at a time if no four of them are neighbours.
+// The rest: rows become columns, and a state whose neighbours are not together is loaded one element at a time.
 template <uint KeyParts>
 void settle_state(thread StateTile& tile, device const float* state, uint columns, StateLane lane,
                   constant LinearAttentionParams& params) {
-  if (params.layout == StateLayout::rows) transpose(tile);
-  if (params.layout != StateLayout::any) return;
+  if (params.layout == StateLayout::columns) return;
+  if (params.layout == StateLayout::rows) return transpose(tile);
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
 #pragma unroll
     for (uint i = 0; i < kVectorWidth * kVectorWidth; ++i) {
       const uint row = lane.row + j * kVectorWidth * KeyParts + i / kVectorWidth;
       const uint column = lane.column + i % kVectorWidth;
-      const bool exists = row < params.D && column < columns;
-      if (exists) tile.at[j][i / kVectorWidth][i % kVectorWidth] = state[element_of_state(row, column, params)];
+      const bool exists = params.layout == StateLayout::any && row < params.D && column < columns;
+      tile.at[j][i / kVectorWidth][i % kVectorWidth] = exists ? state[element_of_state(row, column, params)] : 0;
     }
   }
 }
