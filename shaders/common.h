@@ -320,26 +320,19 @@ MOE_METAL_CONSTANT uint32_t kConvThreads = 256;   // short_conv: of a threadgrou
 // How four neighbours of the state are loaded: along V, along D, or one at a time.
 enum class StateLayout : int32_t { absent, columns, rows, any };
 
-// Strides in elements, 64 bits only where they are needed: GPUs multiply 32 bits at a time. Value head h is head
-// h % (A / J) of key head h / (A / J).
+// Strides in elements. Value head h is head h % (A / J) of key head h / (A / J).
 struct HeadStrides {
-  uint64_t sequence;
-  uint32_t row, key_head, head, element;
+  uint64_t sequence, row, key_head, head, element;
 };
 struct RowStrides {
-  uint64_t sequence;
-  uint32_t row, element;
-};
-struct StateStrides {
-  uint64_t sequence;
-  uint32_t head, row, element;  // row: of D, element: of V
+  uint64_t sequence, row, element;
 };
 
 // The op linear_attention_. Each threadgroup has `key_rows` >= D rows and `tile_columns` columns of a state.
 struct LinearAttentionParams {
   HeadStrides q, k, v, gate, decay, beta;
   RowStrides mask, past, kept, log;
-  StateStrides state;
+  AttentionStrides state;  // row: of D, element: of V
   uint32_t sequences, T, J, A, D, V;
   uint32_t W, R, L, replay;
   uint32_t key_rows, tile_columns, tiles;
@@ -378,7 +371,7 @@ struct ShortConvParams {
   check(GluParams, 88) check(WeightParams, 104) check(ExpertsParams, 304) check(ProductParams, 128) \
   check(LinearParams, 128) check(DequantizeParams, 128) check(WeightedSumParams, 44) \
   check(ResidualNormParams, 32) check(RopeParams, 184) check(AttentionParams, 216) \
-  check(LinearAttentionParams, 424) check(ShortConvParams, 128)
+  check(LinearAttentionParams, 560) check(ShortConvParams, 168)
 #define MOE_METAL_CHECK_SIZE(params, bytes) static_assert(sizeof(params) == bytes, #params ": its size in common.h");
 // clang-format on
 MOE_METAL_PARAMS(MOE_METAL_CHECK_SIZE)

@@ -74,28 +74,28 @@ inline LinearAttentionWork find_work(uint2 group, device const int* offsets, uin
 
 // The offset of a token in a tensor with heads, or of the first element of such a head.
 inline ulong token_offset(constant HeadStrides& strides, LinearAttentionWork work, uint token) {
-  return work.batch * strides.sequence + ulong(work.begin + token) * strides.row +
-         ulong(work.key_head) * strides.key_head + ulong(work.head_of_group) * strides.head;
+  return work.batch * strides.sequence + (ulong(work.begin) + token) * strides.row + work.key_head * strides.key_head +
+         work.head_of_group * strides.head;
 }
 
 // The first element of a threadgroup's columns of the state.
 inline device float* state_of(LinearAttentionWork work, device float* state, constant LinearAttentionParams& params) {
-  return state + work.sequence * params.state.sequence + ulong(work.head) * params.state.head +
-         ulong(work.first_column) * params.state.element;
+  return state + work.sequence * params.state.sequence + work.head * params.state.head +
+         work.first_column * params.state.element;
 }
 
 inline ulong mask_offset(LinearAttentionWork work, uint token, constant LinearAttentionParams& params) {
-  return work.batch * params.mask.sequence + ulong(work.begin + token) * params.mask.row;
+  return work.batch * params.mask.sequence + (ulong(work.begin) + token) * params.mask.row;
 }
 
 // The first element of a row of the log.
 inline device const float* log_row(device const float* log, LinearAttentionWork work, uint row,
                                    constant LinearAttentionParams& params) {
-  return log + work.sequence * params.log.sequence + ulong(row) * params.log.row;
+  return log + work.sequence * params.log.sequence + row * params.log.row;
 }
 inline device float* log_row(device float* log, LinearAttentionWork work, uint row,
                              constant LinearAttentionParams& params) {
-  return log + work.sequence * params.log.sequence + ulong(row) * params.log.row;
+  return log + work.sequence * params.log.sequence + row * params.log.row;
 }
 // What is in a row of the log before the keys, and before the decays.
 inline ulong log_keys(constant LinearAttentionParams& params) { return ulong(params.A) * params.V; }

@@ -31,13 +31,13 @@ void compute_tokens(thread StateTile& tile, uint count, threadgroup float* memor
                     constant LinearAttentionParams& params) {
   const uint column = lane.column + lane.key_part % kVectorWidth;
   is_logged = is_logged && lane.key_part < kVectorWidth && column < columns;
-  updates += ulong(column) * params.log.element;
+  updates += column * params.log.element;
   for (uint t = 0; t < count; ++t) {
     threadgroup float* token = memory + t * params.token_floats;
     const TokenGates its_gates = {gates[t], gates[kStateTokens + t], gates[2 * kStateTokens + t]};
     const float update = delta ? delta_token<KeyParts>(tile, token, its_gates, lane, params)
                                : sum_token<KeyParts>(tile, token, its_gates, lane, params);
-    if (is_logged) updates[ulong(t) * params.log.row] = update;
+    if (is_logged) updates[t * params.log.row] = update;
   }
 }
 

@@ -3,8 +3,8 @@
 //
 // A token has `token_floats`: its key, its query (key_rows each), value and output (tile_columns each), with decays per
 // channel its decays (key_rows), and with a gate of this kernel its activated gate (tile_columns). Beyond D and V keys,
-// queries and values are 0. `gates` has three numbers of each token: decay, beta (or the step), and the product of query
-// and key.
+// queries and values are 0. `gates` has three numbers of each token: decay, beta (or the step), and the product of
+// query and key.
 #pragma once
 #include "linear_attention.h"
 
@@ -20,7 +20,7 @@ template <typename T>
 struct Channel {
   device const T* tokens;
   device const T* past;
-  uint row, past_row, index;
+  ulong row, past_row, index;
   Part part;
   bool exists, has_past;
 
@@ -31,7 +31,7 @@ struct Channel {
   // The same without a condition around the load. If there is no past, that of the first token.
   T raw_or_first(int s) const thread {
     device const T* from = tokens;
-    uint step = row;
+    ulong step = row;
     if (s < 0 && has_past) {
       from = past;
       step = past_row;
@@ -50,37 +50,37 @@ Channel<T> channel_of(thread const LinearAttentionTensors<T>& tensors, uint i, t
                       constant LinearAttentionParams& params) {
   const uint keys = params.key_rows, columns_at = 2 * keys, gates_at = channels_of(params);
   const bool queries_first = params.order == ChannelOrder::qkv;
-  const uint before_keys = params.J * params.D, values = params.A * params.V;
+  const ulong before_keys = ulong(params.J) * params.D, values = ulong(params.A) * params.V;
   Channel<T> channel;
   channel.part = i < keys ? Part::key : i < columns_at ? Part::query : i < gates_at ? Part::value : Part::gate;
   if (channel.part == Part::key) {
     channel.exists = i < params.D;
-    channel.tokens = tensors.k + token_offset(params.k, work, 0) + ulong(i) * params.k.element;
+    channel.tokens = tensors.k + token_offset(params.k, work, 0) + i * params.k.element;
     channel.row = params.k.row;
-    channel.index = (queries_first ? before_keys : values) + work.key_head * params.D + i;
+    channel.index = (queries_first ? before_keys : values) + ulong(work.key_head) * params.D + i;
   } else if (channel.part == Part::query) {
     const uint d = i - keys;
     channel.exists = d < params.D;
-    channel.tokens = tensors.q + token_offset(params.q, work, 0) + ulong(d) * params.q.element;
+    channel.tokens = tensors.q + token_offset(params.q, work, 0) + d * params.q.element;
     channel.row = params.q.row;
-    channel.index = (queries_first ? 0 : values + before_keys) + work.key_head * params.D + d;
+    channel.index = (queries_first ? 0 : values + before_keys) + ulong(work.key_head) * params.D + d;
   } else if (channel.part == Part::value) {
     const uint column = i - columns_at, at = work.first_column + column;
     channel.exists = column < work.columns;
-    channel.tokens = tensors.v + token_offset(params.v, work, 0) + ulong(at) * params.v.element;
+    channel.tokens = tensors.v + token_offset(params.v, work, 0) + at * params.v.element;
     channel.row = params.v.row;
-    channel.index = (queries_first ? 2 * before_keys : 0) + work.head * params.V + at;
+    channel.index = (queries_first ? 2 * before_keys : 0) + ulong(work.head) * params.V + at;
   } else {
     const uint column = i - gates_at, at = work.first_column + column;
     channel.exists = column < work.columns;
-    channel.tokens = tensors.gate + token_offset(params.gate, work, 0) + ulong(at) * params.gate.element;
+    channel.tokens = tensors.gate + token_offset(params.gate, work, 0) + at * params.gate.element;
     channel.row = params.gate.row;
     channel.index = 0;
   }
   // Row W - 1 of `past` would be the first token.
   channel.has_past = params.has_past;
   channel.past = tensors.past + work.sequence * params.past.sequence + ulong(params.W - 1) * params.past.row +
-                 ulong(channel.index) * params.past.element;
+                 channel.index * params.past.element;
   channel.past_row = params.past.row;
   return channel;
 }
@@ -119,16 +119,16 @@ Window load_inputs(thread const LinearAttentionTensors<T>& tensors, thread const
   window.missing = kVectorWidth - int(params.W);
   if (has_window) {
 #pragma unroll
-    for (int n = 1; n < kVectorWidth; ++n) before[n] = channel.raw_or_first(int(first) + n - kVectorWidth);
+    for (int n = 1; n < kVectorWidth; ++n)
+      before[n] = channel.raw_or_first(int(first) + max(n, window.missing + 1) - kVectorWidth);
   }
-  device const T* next = channel.tokens + ulong(first) * channel.row;
+  device const T* next = channel.tokens + first * channel.row;
 #pragma unroll
   for (uint t = 0; t < kStateTokens; ++t) {
-    inputs[t] = *next;
-    next += t + 1 < count ? channel.row : 0;
+    if (t < count) inputs[t] = next[t * channel.row];
   }
   if (has_window) {
-    const ulong index = ulong(channel.index) * params.W;
+    const ulong index = channel.index * params.W;
     if (params.conv_weight == ParameterType::float32) {
       load_taps(window, reinterpret_cast<device const float*>(tensors.conv_weight) + index, params);
     } else {
@@ -153,7 +153,7 @@ float sum_of_taps(thread const LinearAttentionTensors<T>& tensors, thread const 
                   constant LinearAttentionParams& params) {
   float sum = 0;
   for (uint i = 0; i < params.W; ++i) {
-    const float tap = load(tensors.conv_weight, ulong(channel.index) * params.W + i, params.conv_weight);
+    const float tap = load(tensors.conv_weight, channel.index * params.W + i, params.conv_weight);
     sum = fma(tap, channel.input(token - int(params.W - 1 - i)), sum);
   }
   return sum;
@@ -210,7 +210,7 @@ inline float decay_of(float raw, float rate, constant LinearAttentionParams& par
 template <typename T>
 float raw_decay(thread const LinearAttentionTensors<T>& tensors, uint token, uint d,
                 thread const LinearAttentionWork& work, constant LinearAttentionParams& params) {
-  const ulong offset = token_offset(params.decay, work, token) + ulong(d) * params.decay.element;
+  const ulong offset = token_offset(params.decay, work, token) + d * params.decay.element;
   const float raw = load(tensors.decay, offset, params.decay_type);
   if (params.decay_bias == ParameterType::absent) return raw;
   const ulong index = params.decays_channels ? ulong(work.head) * params.D + d : work.head;
@@ -252,14 +252,14 @@ void load_factors(thread const LinearAttentionTensors<T>& tensors, uint first, u
   const bool has_rate = params.log_rate != ParameterType::absent;
   if (at.simdgroup + 1 == at.simdgroups) {  // its channels are the least work
     const uint t = at.lane / kFactorParts;
-    const float part = factor_part(tensors, FactorPart(at.lane % kFactorParts), first + min(t, count - 1), work, params);
-    const float raw = part + simd_shuffle_xor(part, 1);          // of the first two lanes
+    const float part =
+        factor_part(tensors, FactorPart(at.lane % kFactorParts), first + min(t, count - 1), work, params);
+    const float raw = part + simd_shuffle_xor(part, 1);  // of the first two lanes
     const float beta = simd_shuffle_xor(part, 2);
     const float rate = has_rate ? exp(simd_shuffle_xor(part, 3)) : 1;
     if (at.lane % kFactorParts == 0 && t < count) {
       gates[t] = decay_of(raw, rate, params);  // not used with decays per channel
-      gates[kStateTokens + t] =
-          params.rule == Rule::delta ? params.beta_scale * sigmoid(beta) : step_of(raw, params);
+      gates[kStateTokens + t] = params.rule == Rule::delta ? params.beta_scale * sigmoid(beta) : step_of(raw, params);
     }
   }
   if (!params.decays_channels) return;

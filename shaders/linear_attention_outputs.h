@@ -29,6 +29,7 @@ template <typename T>
 void store_outputs(thread const LinearAttentionTensors<T>& tensors, device T* output, uint first, uint count,
                    threadgroup const float* memory, thread const LinearAttentionWork& work, LinearAttentionThread at,
                    constant LinearAttentionParams& params) {
+  if (at.simdgroup >= count) return;
   const bool has_skip = params.skip != ParameterType::absent, has_norm = params.norm_weight != ParameterType::absent;
   const bool has_gate = gates_here(params), gate_first = params.gate_first;
   const float skip = has_skip ? load(tensors.skip, work.head, params.skip) : 0;
@@ -112,9 +113,9 @@ void store_kept(thread const LinearAttentionTensors<T>& tensors, device T* kept,
   for (uint i = at.index; i < 2 * params.key_rows + params.tile_columns; i += at.threads) {
     const Channel<T> channel = channel_of(tensors, i, work, params);
     if (!channel.exists || (channel.part != Part::value && !work.has_key_head)) continue;
-    device T* to = kept + work.sequence * params.kept.sequence + ulong(channel.index) * params.kept.element;
+    device T* to = kept + work.sequence * params.kept.sequence + channel.index * params.kept.element;
     for (uint r = 0; r < params.R; ++r) {
-      to[ulong(r) * params.kept.row] = channel.raw(int(work.tokens) - int(params.R) + int(r));
+      to[r * params.kept.row] = channel.raw(int(work.tokens) - int(params.R) + int(r));
     }
   }
 }

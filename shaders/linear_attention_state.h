@@ -1,7 +1,7 @@
 // The state of a value head in registers, and what a token does to it.
 //
-// A lane has 8 rows and 4 columns of the state: rows 4 p + 4 KeyParts j + r for j < 2, r < 4, where p is its key part. The
-// lanes of a simdgroup are KeyParts by 32 / KeyParts columns of four. Four neighbours of the state along V are one
+// A lane has 8 rows and 4 columns of the state: rows 4 p + 4 KeyParts j + r for j < 2, r < 4, where p is its key part.
+// The lanes of a simdgroup are KeyParts by 32 / KeyParts columns of four. Four neighbours of the state along V are one
 // register's vector; four along D are loaded together if those are neighbours in memory, as in Mamba 2's states.
 #pragma once
 #include "linear_attention.h"
@@ -63,16 +63,16 @@ inline void transpose(thread StateTile& tile) {
 }
 
 inline ulong element_of_state(uint row, uint column, constant LinearAttentionParams& params) {
-  return ulong(row) * params.state.row + ulong(column) * params.state.element;
+  return row * params.state.row + column * params.state.element;
 }
 
 // Where four neighbours of the state are, which one instruction accesses: along V, or along D.
 struct StateVectors {
   ulong first;  // of a lane
-  uint step;    // from one to the next
+  ulong step;   // from one to the next
   ulong part;   // from one set of rows to the next
 
-  ulong at(uint j, uint n) const thread { return first + j * part + ulong(n) * step; }
+  ulong at(uint j, uint n) const thread { return first + j * part + n * step; }
 };
 
 template <uint KeyParts>
@@ -80,7 +80,7 @@ StateVectors state_vectors(StateLane lane, constant LinearAttentionParams& param
   StateVectors vectors;
   vectors.first = element_of_state(lane.row, lane.column, params);
   vectors.step = params.layout == StateLayout::rows ? params.state.element : params.state.row;
-  vectors.part = ulong(kVectorWidth * KeyParts) * params.state.row;
+  vectors.part = kVectorWidth * KeyParts * params.state.row;
   return vectors;
 }
 

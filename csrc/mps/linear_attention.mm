@@ -38,19 +38,19 @@ StateKernel& kernel_of(const LinearAttention& call) {
   return keys256;
 }
 
+uint64_t stride(const Tensor& tensor, int dim) { return static_cast<uint64_t>(tensor.stride(dim)); }
+
 HeadStrides key_strides(const Tensor& tensor) {
-  const auto of = [&](int d) { return to_uint(stride(tensor, d)); };
-  return {static_cast<uint64_t>(stride(tensor, 0)), of(1), of(2), 0, of(3)};
+  return {stride(tensor, 0), stride(tensor, 1), stride(tensor, 2), 0, stride(tensor, 3)};
 }
 HeadStrides value_strides(const Tensor& tensor) {
   if (!tensor.defined()) return {};
-  const auto of = [&](int d) { return to_uint(stride(tensor, d)); };
-  return {static_cast<uint64_t>(stride(tensor, 0)), of(1), of(2), of(3), tensor.dim() == 5 ? of(4) : 0};
+  const auto of = [&](int d) { return stride(tensor, d); };
+  return {of(0), of(1), of(2), of(3), tensor.dim() == 5 ? of(4) : 0};
 }
-StateStrides state_strides(const Tensor& state) {
+AttentionStrides state_strides(const Tensor& state) {
   if (!state.defined()) return {};
-  const auto of = [&](int d) { return to_uint(stride(state, d)); };
-  return {static_cast<uint64_t>(stride(state, 0)), of(1), of(2), of(3)};
+  return {stride(state, 0), stride(state, 1), stride(state, 2), stride(state, 3)};
 }
 
 // Whether dimension `inner` of the state can be loaded four elements at a time.
@@ -139,8 +139,7 @@ Grid divide(LinearAttentionParams& params, const LinearAttention& call, const St
   params.in_groups = call.norm_weight.defined() && (params.norm_rows != params.A || params.tiles > 1);
   params.layout = layout_of(call.state, call.D == key_rows && call.V % columns == 0);
   const bool gates_here = params.has_gate && !params.in_groups;
-  const int64_t floats =
-      2 * key_rows + (gates_here ? 3 : 2) * columns + (call.decays_channels() ? key_rows : 0);
+  const int64_t floats = 2 * key_rows + (gates_here ? 3 : 2) * columns + (call.decays_channels() ? key_rows : 0);
   params.key_rows = to_uint(key_rows);
   params.tile_columns = to_uint(columns);
   params.token_floats = to_uint(floats);

@@ -6,13 +6,10 @@
 
 namespace moe_metal {
 
-// The stride of a dimension; 0 if it has one element, whose stride can be any number.
-inline int64_t stride(const Tensor& tensor, int dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
-
 inline RowStrides row_strides(const Tensor& tensor) {
   if (!tensor.defined()) return {};
-  const auto of = [&](int d) { return to_uint(stride(tensor, d)); };
-  return {static_cast<uint64_t>(stride(tensor, 0)), of(1), tensor.dim() == 3 ? of(2) : 0};
+  const auto of = [&](int d) { return static_cast<uint64_t>(tensor.stride(d)); };
+  return {of(0), of(1), tensor.dim() == 3 ? of(2) : 0};
 }
 
 // A tensor without elements has no memory.
