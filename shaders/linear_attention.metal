@@ -89,13 +89,12 @@ template <typename T, uint KeyParts>
     threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous tokens have been read
     // Read again for each block: that takes fewer registers than all that could be computed from it once.
     const LinearAttentionWork work = shared_work;
-    device float* own_state = state_of(work, state, params);
     if (is_replayed) {
       load_log(log, step, count, memory, gates, work, at, params);
     } else {
       load_tokens(tensors, first, count, memory, gates, work, at, params);
     }
-    if (step == 0) settle_state<KeyParts>(tile, own_state, work.columns, lane, params);
+    if (step == 0) settle_state<KeyParts>(tile, state_of(work, state, params), work.columns, lane, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint log_at = is_logged ? replay + step - stored : 0;
     device float* updates =
@@ -109,7 +108,7 @@ template <typename T, uint KeyParts>
     } else {
       compute_tokens<KeyParts, false>(tile, count, memory, gates, updates, is_logged, work.columns, lane, params);
     }
-    if (step + count == stored) store_state<KeyParts>(tile, own_state, work.columns, lane, params);
+    if (step + count == stored) store_state<KeyParts>(tile, state_of(work, state, params), work.columns, lane, params);
     if (is_replayed) continue;
     if (is_logged) store_log(log, log_at, count, memory, gates, work, at, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);

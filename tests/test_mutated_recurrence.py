@@ -60,7 +60,17 @@ MUTANTS = {
     ),
     "order_ignored": Mutant("params.order == ChannelOrder::qkv", "true", "values", *groups("keys of 64", True)),
     "mask_ignored": Mutant("if (is_masked &&", "if (false &&", "values", *MASKED),
-    "queries_masked": Mutant("channel.part != Part::query", "true", "values", *cut("keys of 128")),
+    "queries_masked": Mutant(
+        "params.has_mask && (channel.part == Part::key || channel.part == Part::value)",
+        "params.has_mask",
+        "values",
+        *cut("keys of 128"),
+    ),
+    "past_of_missing_taps": Mutant("max(n, window.missing + 1)", "n", "bounds", *TAPS),
+    "bias_of_the_decay_forgotten": Mutant("part + simd_shuffle_xor(part, 1)", "part", "values", *cut("keys of 64")),
+    "factors_of_the_first_token": Mutant("at.lane / kFactorParts", "0", "race", *cut("keys of 64")),
+    "gate_not_activated": Mutant("if (is_gate) x =", "if (false) x =", "values", *cut("keys of 64")),
+    "inputs_not_loaded_ahead": Mutant("if (t < count) inputs[t]", "if (t < 1) inputs[t]", "values", *cut("keys of 64")),
     "norm_of_keys_for_queries": Mutant(
         "factors.y * params.scale", "factors.x * params.scale", "values", *cut("keys of 128")
     ),
@@ -71,10 +81,13 @@ MUTANTS = {
     "step_has_no_limit": Mutant("step > params.step_max", "false", "values", *groups("keys of 128", True)),
     "sigmoid_as_softplus": Mutant("== DecayKind::sigmoid", "== DecayKind(7)", "values", *channels("keys of 64")),
     "bias_of_the_first_head": Mutant(
+        "? ulong(work.head) * params.D : work.head;", "? 0 : 0;", "values", *cut("keys of 128")
+    ),
+    "biases_of_the_first_head": Mutant(
         "? ulong(work.head) * params.D + d : work.head;\n  return raw",
         "? d : 0;\n  return raw",
         "values",
-        *cut("keys of 128"),
+        *channels("keys of 128"),
     ),
     # the state
     "sum_before_the_decay": Mutant(DECAY + SEEN, SEEN + DECAY, "values", *cut("keys of 64")),
@@ -85,9 +98,7 @@ MUTANTS = {
     ),
     "beta_forgotten": Mutant("gates.beta * (*value - sum.x)", "*value - sum.x", "values", *cut("keys of 128")),
     "product_left_out": Mutant("fma(gates.product, update, sum.y)", "sum.y", "values", *cut("keys of 128")),
-    "key_part_dropped": Mutant(
-        "if (KeyParts > 4) sum += simd_shuffle_xor(sum, 4);", "", "values", *cut("keys of 128")
-    ),
+    "key_part_dropped": Mutant("if (KeyParts > 4) sum += simd_shuffle_xor(sum, 4);", "", "values", *cut("keys of 128")),
     "eight_key_parts_dropped": Mutant(
         "if (KeyParts > 8) sum += simd_shuffle_xor(sum, 8);", "", "values", *cut("keys of 192")
     ),
@@ -98,12 +109,20 @@ MUTANTS = {
         *cut("keys of 64"),
     ),
     "rows_beyond_the_last": Mutant("zero_rows<KeyParts>(tile, lane, params);\n}", "}", "values", *INFINITE),
-    "not_transposed": Mutant("transpose(tile);\n  return", "{}\n  return", "values", *LAYOUTS),
-    "state_overrun": Mutant("row + n < params.D && lane.column + c < columns", "true", "bounds", *cut("any rows")),
-    "not_stored": Mutant("step == stored)", "step == stored && step < steps)", "values", *cut("keys of 64")),
+    "sixteen_key_parts_dropped": Mutant(
+        "if (KeyParts > 16) sum += simd_shuffle_xor(sum, 16);", "", "values", *cut("keys of 192")
+    ),
+    "not_transposed": Mutant("return transpose(tile);", "return;", "values", *LAYOUTS),
+    "state_overrun": Mutant(
+        "StateLayout::any && row < params.D && column < columns", "StateLayout::any", "bounds", *cut("any rows")
+    ),
+    "state_overwritten": Mutant(
+        "exists = row < params.D && column < columns", "exists = true", "bounds", *cut("any rows")
+    ),
+    "not_stored": Mutant("step + count == stored)", "false)", "values", *cut("keys of 64")),
     # blocks
     "last_block_as_long_as_others": Mutant(
-        "min(params.block_tokens, end - step)", "params.block_tokens", "bounds", *cut("keys of 64")
+        "min(params.block_tokens, end - step)", "params.block_tokens", "race", *cut("keys of 64")
     ),
     "last_token_of_a_block": Mutant(
         "for (uint t = 0; t < count; ++t) {\n    threadgroup float* token",
@@ -139,15 +158,15 @@ MUTANTS = {
     "kept_from_the_wrong_row": Mutant(
         "- int(params.R) + int(r)", "- int(params.R) + int(r) - (r > 0 ? 1 : 0)", "values", *cut("keys of 64")
     ),
-    "kept_without_past": Mutant("return has_past ? past[", "return false ? past[", "values", *NO_TOKENS),
+    "kept_without_past": Mutant("if (s < 0 && !has_past) return", "if (s < 0) return", "values", *NO_TOKENS),
     "offsets_shifted": Mutant(
         "limit_of(offsets, work.sequence, lane", "limit_of(offsets, work.sequence + 1, lane", "values", *PACKED
     ),
     "offsets_not_limited": Mutant(
         "offset > long(params.T) ? params.T : uint(offset)", "uint(offset)", "bounds", *PACKED
     ),
-    "no_zeros_before": Mutant("if (work.sequence == 0) store_zeros", "if (false) store_zeros", "values", *PACKED),
-    "no_zeros_after": Mutant("if (work.sequence + 1 == params.sequences)", "if (false)", "values", *PACKED),
+    "no_zeros_before": Mutant("if (found.sequence == 0) store_zeros", "if (false) store_zeros", "values", *PACKED),
+    "no_zeros_after": Mutant("if (found.sequence + 1 == params.sequences)", "if (false)", "values", *PACKED),
     "outside_is_normed": Mutant("T(exists ? y : 0)", "T(y)", "values", *OUTSIDE),
     # gates and norms
     "norm_of_16_columns": Mutant(
@@ -161,6 +180,9 @@ MUTANTS = {
     ),
     "norm_before_the_gate": Mutant(
         "results[i] * (params.gate_first ? gated : 1)", "results[i]", "values", *groups("keys of 64", False)
+    ),
+    "norm_weights_overrun": Mutant(
+        "min(at.lane + n * kSimdgroup, columns - 1)", "at.lane + n * kSimdgroup", "bounds", *cut("any rows")
     ),
     "heads_not_tiled": Mutant("params.tiled ?", "false ?", "values", *channels("many rows")),
     "skip_of_the_first_head": Mutant("tensors.skip, work.head", "tensors.skip, 0", "values", *cut("keys of 64")),

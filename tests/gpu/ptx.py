@@ -27,7 +27,7 @@ PLANTED_RACE = ENGINE / "mutants" / "missing_barrier.metal"
 TARGET = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-Xclang", "-target-feature", "-Xclang", "+ptx83", "-S"]
 # Functions are assumed to wait for other lanes, unless the compiler can prove that they do not.
 LANGUAGE = ["-std=c++20", "-fno-exceptions", "-fno-rtti", "-nostdlibinc", "-w", "-fconvergent-functions"]
-MATHS = ["-O3", "-fno-slp-vectorize", "-ffp-contract=on", "-fno-math-errno", "-mllvm", "-inline-threshold=100000"]
+MATHS = ["-O3", "-ffp-contract=on", "-fno-math-errno", "-mllvm", "-inline-threshold=100000"]
 MATHS += ["-mllvm", "-pre-RA-sched=source"]  # keeps loads in the shader's order, early enough before their uses
 
 
