@@ -4,7 +4,7 @@
 // A threadgroup computes one sequence and value head: its state stays in registers (linear_attention_state.h) from the
 // first token to the last. For blocks of up to kStateTokens tokens,
 //
-//   1. threads compute channels of keys, queries and values, and factors (linear_attention_inputs.h),
+//   1. threads compute channels of keys, queries, values and gates, and factors (linear_attention_inputs.h),
 //   2. simdgroups norm keys and queries of a token each,
 //   3. all simdgroups, without a barrier, take the tokens in order: each has columns of its own,
 //   4. simdgroups gate and norm the outputs of a token each, and store them as whole rows.
