@@ -20,7 +20,7 @@ from torch_moe_metal.commands import demo, doctor
 from torch_moe_metal.commands.bench import block, whole_model
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS
 from torch_moe_metal.commands.command_line import main
-from torch_moe_metal.commands.common import devices, samples
+from torch_moe_metal.commands.common import devices, samples, torch_checks
 from torch_moe_metal.commands.common.samples import Sample
 from torch_moe_metal.transformers_support import why_unsupported
 
@@ -113,6 +113,7 @@ raise SystemExit(main(["fit", "gpt-oss-20b", "--memory", "16"]))
 )
 def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
     monkeypatch.setattr(reference, "TOLERANCES", {dtype: reference.TOLERANCES[dtype] for dtype in dtypes})
+    monkeypatch.setattr(torch_checks, "DRAWS", 1000)
     unpacked, dequantize = [], reference.dequantize
 
     @functools.wraps(dequantize)
@@ -134,6 +135,7 @@ def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
 def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
     """A wrong result, wrong ids and an exception; the other ops are still tested."""
     monkeypatch.setattr(reference, "TOLERANCES", {torch.float32: reference.TOLERANCES[torch.float32]})
+    monkeypatch.setattr(torch_checks, "DRAWS", 1000)
     monkeypatch.setattr(reference, "norm_add", lambda residual, input, **_: residual + input)
     route = reference.route
     monkeypatch.setattr(reference, "route", lambda *a, **o: (route(*a, **o)[0], route(*a, **o)[1] + 1))

@@ -14,6 +14,7 @@ from .bench import measure
 from .common.devices import devices
 from .common.progress import Progress
 from .common.samples import never_ran, problem, samples_of
+from .common.torch_checks import wrong_operations
 
 
 def installed(package: str) -> str:
@@ -82,6 +83,25 @@ def wrong_results(op: str, device: str, progress: Progress) -> dict[str, str]:
     return wrong
 
 
+def wrong_on(device: str, progress: Progress) -> int:
+    """Print what is right and wrong on a device. Returns the number of failures."""
+    failures = 0
+    for op in arguments.ARGUMENTS:
+        wrong = wrong_results(op, device, progress)
+        found = (f"\n      {case}: {problem}" for case, problem in wrong.items())
+        print(f"  {op:28} {'ok' if not wrong else 'FAILED'}", *found, flush=True)
+        failures += bool(wrong)
+    if flushed := subnormal_halves(device):
+        print(f"  {flushed}")
+        failures += 1
+    if device == "mps" and (wrong_in_torch := wrong_operations(device)):
+        print(f"  PyTorch {torch.__version__} is wrong here:", *wrong_in_torch, sep="\n      ")
+        failures += 1
+    for line in (*compiling(device), *unused(device)):
+        print(line)
+    return failures
+
+
 def run() -> int:
     """Print the report. Returns 0 if every op is correct on every available device, and `patch` accepts the installed
     torch, else 1."""
@@ -98,17 +118,7 @@ def run() -> int:
             print(f"\n{device}: not available: {missing}")
             continue
         print(f"\n{device}: every op against the float64 reference", flush=True)
-        progress = Progress(cases, wanted=True)
-        for op in arguments.ARGUMENTS:
-            wrong = wrong_results(op, device, progress)
-            found = (f"\n      {case}: {problem}" for case, problem in wrong.items())
-            print(f"  {op:28} {'ok' if not wrong else 'FAILED'}", *found, flush=True)
-            failures += bool(wrong)
-        if flushed := subnormal_halves(device):
-            print(f"  {flushed}")
-            failures += 1
-        for line in (*compiling(device), *unused(device)):
-            print(line)
+        failures += wrong_on(device, Progress(cases, wanted=True))
     if failures:
         print(
             f"\n{failures} failed. Rebuild for the installed torch (`pip install --no-build-isolation "
