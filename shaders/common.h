@@ -315,7 +315,7 @@ MOE_METAL_CONSTANT int kMaxStateRows = 256;  // D
 
 // How the work is divided; linear_attention.metal explains it.
 MOE_METAL_CONSTANT uint32_t kStateTokens = 8;     // that a threadgroup prepares together, at most
-MOE_METAL_CONSTANT uint32_t kStateFloats = 5120;  // of threadgroup memory, for these tokens
+MOE_METAL_CONSTANT uint32_t kStateFloats = 6144;  // of threadgroup memory, for these tokens
 MOE_METAL_CONSTANT uint32_t kConvThreads = 256;   // short_conv: of a threadgroup, at most
 
 // How four neighbours of the state are loaded: along V, along D, or one at a time.

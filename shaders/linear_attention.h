@@ -73,9 +73,15 @@ inline LinearAttentionWork find_work(uint2 group, device const int* offsets, uin
 }
 
 // The offset of a token in a tensor with heads, or of the first element of such a head.
-inline ulong token_offset(HeadStrides strides, LinearAttentionWork work, uint token) {
+inline ulong token_offset(constant HeadStrides& strides, LinearAttentionWork work, uint token) {
   return work.batch * strides.sequence + (ulong(work.begin) + token) * strides.row + work.key_head * strides.key_head +
          work.head_of_group * strides.head;
+}
+
+// The first element of a threadgroup's columns of the state.
+inline device float* state_of(LinearAttentionWork work, device float* state, constant LinearAttentionParams& params) {
+  return state + work.sequence * params.state.sequence + work.head * params.state.head +
+         work.first_column * params.state.element;
 }
 
 inline ulong mask_offset(LinearAttentionWork work, uint token, constant LinearAttentionParams& params) {
@@ -96,6 +102,9 @@ inline ulong log_keys(constant LinearAttentionParams& params) { return ulong(par
 inline ulong log_decays(constant LinearAttentionParams& params) {
   return log_keys(params) + ulong(params.J) * params.D;
 }
+
+// Whether the kernel of the recurrence computes the gate, too.
+inline bool gates_here(constant LinearAttentionParams& params) { return params.has_gate && !params.in_groups; }
 
 // The index of a value head in the output.
 inline uint output_head(uint head, constant LinearAttentionParams& params) {

@@ -4,7 +4,7 @@
 // A threadgroup computes one sequence and value head: its state stays in registers (linear_attention_state.h) from the
 // first token to the last. For blocks of up to kStateTokens tokens,
 //
-//   1. threads compute channels of keys, queries and values, and factors (linear_attention_inputs.h),
+//   1. threads compute channels of keys, queries, values and gates, and factors (linear_attention_inputs.h),
 //   2. simdgroups norm keys and queries of a token each,
 //   3. all simdgroups, without a barrier, take the tokens in order: each has columns of its own,
 //   4. simdgroups gate and norm the outputs of a token each, and store them as whole rows.
@@ -58,6 +58,7 @@ template <typename T, uint KeyParts>
                                  uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float4 vectors[kStateFloats / kVectorWidth];
   threadgroup float gates[3 * kStateTokens];
+  threadgroup LinearAttentionWork shared_work;
   if (group.x / params.A >= params.sequences || group.y >= params.tiles) return;
   threadgroup float* memory = reinterpret_cast<threadgroup float*>(vectors);
   LinearAttentionThread at;
@@ -68,53 +69,47 @@ template <typename T, uint KeyParts>
   at.lane = thread_index % kSimdgroup;
   const LinearAttentionTensors<T> tensors = {q,          k,           v,    gate,        decay,     beta, log_rate,
                                              decay_bias, norm_weight, skip, conv_weight, conv_bias, past, mask};
-  const LinearAttentionWork work = find_work(group, offsets, at.lane, params);
-  if (params.has_offsets && !params.in_groups) {
-    if (work.sequence == 0) store_zeros(output, 0, work.begin, work, at, params);
-    if (work.sequence + 1 == params.sequences)
-      store_zeros(output, work.begin + work.tokens, params.T, work, at, params);
-  }
-  if (params.R > 0) store_kept(tensors, kept, work, at, params);
-  // Steps: replayed rows of the log, then tokens. The state is stored before the last L of them.
-  const uint replay = params.replay, steps = replay + work.tokens, stored = steps - params.L;
-  if (steps == 0) return;
+  const LinearAttentionWork found = find_work(group, offsets, at.lane, params);
+  if (at.index == 0) shared_work = found;
   const StateLane lane = state_lane<KeyParts>(at);
-  device float* own_state = state + work.sequence * params.state.sequence + work.head * params.state.head +
-                            work.first_column * params.state.element;
-  StateTile tile = load_state<KeyParts>(own_state, work.columns, lane, params);
+  StateTile tile = load_state<KeyParts>(state_of(found, state, params), lane, params);
+  if (params.has_offsets && !params.in_groups) {
+    if (found.sequence == 0) store_zeros(output, 0, found.begin, found, at, params);
+    if (found.sequence + 1 == params.sequences)
+      store_zeros(output, found.begin + found.tokens, params.T, found, at, params);
+  }
+  if (params.R > 0) store_kept(tensors, kept, found, at, params);
+  // Steps: replayed rows of the log, then tokens. The state is stored before the last L of them.
+  const uint replay = params.replay, steps = replay + found.tokens, stored = steps - params.L;
   uint count = 0;
-  for (uint step = 0;; step += count) {
-    if (step == stored) store_state<KeyParts>(tile, own_state, work.columns, lane, params);
-    if (step == steps) return;
+  for (uint step = 0; step < steps; step += count) {
     const uint end = step < replay ? replay : step < stored ? stored : steps, first = step - replay;
+    const bool is_replayed = step < replay, is_logged = !is_replayed && step >= stored;
     count = min(params.block_tokens, end - step);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // until the previous tokens have been read
-    if (step < replay) {
+    // Read again for each block: that takes fewer registers than all that could be computed from it once.
+    const LinearAttentionWork work = shared_work;
+    if (is_replayed) {
       load_log(log, step, count, memory, gates, work, at, params);
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint t = 0; t < count; ++t) {
-        replay_token<KeyParts>(tile, memory + t * params.token_floats, gates[t], lane, params);
-      }
-      continue;
-    }
-    if (params.W <= uint(kVectorWidth)) {
-      load_channels<true>(tensors, first, count, memory, work, at, params);
     } else {
-      load_channels<false>(tensors, first, count, memory, work, at, params);
+      load_tokens(tensors, first, count, memory, gates, work, at, params);
     }
-    load_factors(tensors, first, count, memory, gates, work, at, params);
+    if (step == 0) settle_state<KeyParts>(tile, state_of(work, state, params), work.columns, lane, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    norm_keys(count, memory, gates, at, params);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool is_logged = step >= stored;
     const uint log_at = is_logged ? replay + step - stored : 0;
     device float* updates =
         log_row(log, work, log_at, params) + (ulong(work.head) * params.V + work.first_column) * params.log.element;
-    if (params.rule == Rule::delta) {
+    if (is_replayed) {
+      for (uint t = 0; t < count; ++t) {
+        replay_token<KeyParts>(tile, memory + t * params.token_floats, gates[t], lane, params);
+      }
+    } else if (params.rule == Rule::delta) {
       compute_tokens<KeyParts, true>(tile, count, memory, gates, updates, is_logged, work.columns, lane, params);
     } else {
       compute_tokens<KeyParts, false>(tile, count, memory, gates, updates, is_logged, work.columns, lane, params);
     }
+    if (step + count == stored) store_state<KeyParts>(tile, state_of(work, state, params), work.columns, lane, params);
+    if (is_replayed) continue;
     if (is_logged) store_log(log, log_at, count, memory, gates, work, at, params);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_outputs(tensors, output, first, count, memory, work, at, params);
@@ -171,13 +166,13 @@ template <typename T>
 #define instantiate_linear_attention(dtype, name, key_parts) \
   instantiate_kernel("linear_attention" name "_" #dtype, moe_metal::linear_attention<dtype, key_parts>)
 #if in_part(keys64)
-for_dtypes(instantiate_linear_attention, "_64", 4)
+for_dtypes(instantiate_linear_attention, "_64", 8)
 #endif
 #if in_part(keys128)
-for_dtypes(instantiate_linear_attention, "_128", 8)
+for_dtypes(instantiate_linear_attention, "_128", 16)
 #endif
 #if in_part(keys256)
-for_dtypes(instantiate_linear_attention, "_256", 16)
+for_dtypes(instantiate_linear_attention, "_256", 32)
 #endif
 #if in_part(groups)
 instantiate_dtypes("linear_attention_groups", linear_attention_groups)

@@ -1,9 +1,10 @@
 // What the tokens of linear_attention_ need, in threadgroup memory: their keys, queries and values after convolution,
 // mask and norm, and the factors of the state.
 //
-// A token has `token_floats`: its key, its query (key_rows each), value and output (tile_columns each), and with decays
-// per channel its decays (key_rows). Beyond D and V keys, queries and values are 0. `gates` has three numbers of each
-// token: decay, beta (or the step), and the product of query and key.
+// A token has `token_floats`: its key, its query (key_rows each), value and output (tile_columns each), with decays per
+// channel its decays (key_rows), and with a gate of this kernel its activated gate (tile_columns). Beyond D and V keys,
+// queries and values are 0. `gates` has three numbers of each token: decay, beta (or the step), and the product of
+// query and key.
 #pragma once
 #include "linear_attention.h"
 
@@ -11,8 +12,8 @@ namespace moe_metal {
 
 // ------------------------------------------------------------------------------------------ convolution
 
-// The part of the channels that an element of a token is in.
-enum class Part : uint { key, query, value };
+// The part of the channels that an element of a token is in. The gate is not convolved.
+enum class Part : uint { key, query, value, gate };
 
 // A channel's inputs: element s >= 0 is that of token s of the sequence, and s < 0 counts back from the end of `past`.
 template <typename T>
@@ -24,35 +25,57 @@ struct Channel {
   bool exists, has_past;
 
   T raw(int s) const thread {
-    if (s >= 0) return tokens[ulong(s) * row];
-    return has_past ? past[long(s) * long(past_row)] : T(0);
+    if (s < 0 && !has_past) return T(0);
+    return raw_or_first(s);
+  }
+  // The same without a condition around the load. If there is no past, that of the first token.
+  T raw_or_first(int s) const thread {
+    device const T* from = tokens;
+    ulong step = row;
+    if (s < 0 && has_past) {
+      from = past;
+      step = past_row;
+    }
+    return from[long(s < 0 && !has_past ? 0 : s) * long(step)];
   }
   float input(int s) const thread { return float(raw(s)); }
 };
 
-// The channel of element i of a token.
+// The number of channels that are convolved.
+inline uint channels_of(constant LinearAttentionParams& params) { return 2 * params.key_rows + params.tile_columns; }
+
+// The channel of element i of a token, or from channels_of() on its gate.
 template <typename T>
 Channel<T> channel_of(thread const LinearAttentionTensors<T>& tensors, uint i, thread const LinearAttentionWork& work,
                       constant LinearAttentionParams& params) {
-  const ulong keys = ulong(params.J) * params.D, values = ulong(params.A) * params.V;
+  const uint keys = params.key_rows, columns_at = 2 * keys, gates_at = channels_of(params);
   const bool queries_first = params.order == ChannelOrder::qkv;
+  const ulong before_keys = ulong(params.J) * params.D, values = ulong(params.A) * params.V;
   Channel<T> channel;
-  channel.part = i < params.key_rows ? Part::key : i < 2 * params.key_rows ? Part::query : Part::value;
-  if (channel.part == Part::value) {
-    const uint column = i - 2 * params.key_rows, at = work.first_column + column;
+  channel.part = i < keys ? Part::key : i < columns_at ? Part::query : i < gates_at ? Part::value : Part::gate;
+  if (channel.part == Part::key) {
+    channel.exists = i < params.D;
+    channel.tokens = tensors.k + token_offset(params.k, work, 0) + i * params.k.element;
+    channel.row = params.k.row;
+    channel.index = (queries_first ? before_keys : values) + ulong(work.key_head) * params.D + i;
+  } else if (channel.part == Part::query) {
+    const uint d = i - keys;
+    channel.exists = d < params.D;
+    channel.tokens = tensors.q + token_offset(params.q, work, 0) + d * params.q.element;
+    channel.row = params.q.row;
+    channel.index = (queries_first ? 0 : values + before_keys) + ulong(work.key_head) * params.D + d;
+  } else if (channel.part == Part::value) {
+    const uint column = i - columns_at, at = work.first_column + column;
     channel.exists = column < work.columns;
     channel.tokens = tensors.v + token_offset(params.v, work, 0) + at * params.v.element;
     channel.row = params.v.row;
-    channel.index = (queries_first ? 2 * keys : 0) + ulong(work.head) * params.V + at;
+    channel.index = (queries_first ? 2 * before_keys : 0) + ulong(work.head) * params.V + at;
   } else {
-    const bool is_key = channel.part == Part::key;
-    const uint d = is_key ? i : i - params.key_rows;
-    channel.exists = d < params.D;
-    channel.tokens = is_key ? tensors.k + token_offset(params.k, work, 0) + d * params.k.element
-                            : tensors.q + token_offset(params.q, work, 0) + d * params.q.element;
-    channel.row = is_key ? params.k.row : params.q.row;
-    channel.index =
-        (queries_first ? 0 : values) + (is_key == queries_first ? keys : 0) + ulong(work.key_head) * params.D + d;
+    const uint column = i - gates_at, at = work.first_column + column;
+    channel.exists = column < work.columns;
+    channel.tokens = tensors.gate + token_offset(params.gate, work, 0) + at * params.gate.element;
+    channel.row = params.gate.row;
+    channel.index = 0;
   }
   // Row W - 1 of `past` would be the first token.
   channel.has_past = params.has_past;
@@ -77,18 +100,49 @@ struct Window {
   }
 };
 
+// Loads are not conditional, so that they do not wait for each other: missing ones are those of another element.
 template <typename T>
-Window window_before(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, int first,
-                     constant LinearAttentionParams& params) {
-  Window window;
-  window.taps = 0;
-  window.inputs = 0;
-  window.missing = kVectorWidth - int(params.W);
+void load_taps(thread Window& window, device const T* weights, constant LinearAttentionParams& params) {
+  T taps[kVectorWidth];
 #pragma unroll
-  for (int n = 0; n < kVectorWidth; ++n) {
-    if (n < window.missing) continue;
-    window.taps[n] = load(tensors.conv_weight, channel.index * params.W + (n - window.missing), params.conv_weight);
-    if (n > window.missing) window.inputs[n] = channel.input(first + n - kVectorWidth);
+  for (int n = 0; n < kVectorWidth; ++n) taps[n] = weights[max(n - window.missing, 0)];
+#pragma unroll
+  for (int n = 0; n < kVectorWidth; ++n) window.taps[n] = float(taps[n]);
+}
+
+// A channel's window before token `first`, and its inputs of `count` tokens from there on, as they are.
+template <typename T>
+Window load_inputs(thread const LinearAttentionTensors<T>& tensors, thread const Channel<T>& channel, uint first,
+                   uint count, bool has_window, threadgroup float* to, constant LinearAttentionParams& params) {
+  T before[kVectorWidth], inputs[kStateTokens];
+  Window window;
+  window.missing = kVectorWidth - int(params.W);
+  if (has_window) {
+#pragma unroll
+    for (int n = 1; n < kVectorWidth; ++n)
+      before[n] = channel.raw_or_first(int(first) + max(n, window.missing + 1) - kVectorWidth);
+  }
+  device const T* next = channel.tokens + first * channel.row;
+#pragma unroll
+  for (uint t = 0; t < kStateTokens; ++t) {
+    if (t < count) inputs[t] = next[t * channel.row];
+  }
+  if (has_window) {
+    const ulong index = channel.index * params.W;
+    if (params.conv_weight == ParameterType::float32) {
+      load_taps(window, reinterpret_cast<device const float*>(tensors.conv_weight) + index, params);
+    } else {
+      load_taps(window, tensors.conv_weight + index, params);
+    }
+#pragma unroll
+    for (int n = 1; n < kVectorWidth; ++n) {
+      const bool exists = n > window.missing && (int(first) + n >= kVectorWidth || channel.has_past);
+      window.inputs[n] = exists ? float(before[n]) : 0;
+    }
+  }
+#pragma unroll
+  for (uint t = 0; t < kStateTokens; ++t) {
+    if (t < count) to[t * params.token_floats] = float(inputs[t]);
   }
   return window;
 }
@@ -105,32 +159,36 @@ float sum_of_taps(thread const LinearAttentionTensors<T>& tensors, thread const 
   return sum;
 }
 
-// Keys, queries and values of `count` tokens from `first` on. `few_taps`: at most four.
+// Keys, queries, values and gates of `count` tokens from `first` on. `few_taps`: at most four.
 template <bool few_taps, typename T>
 void load_channels(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
                    thread const LinearAttentionWork& work, LinearAttentionThread at,
                    constant LinearAttentionParams& params) {
-  const bool is_convolved = params.conv_weight != ParameterType::absent;
-  for (uint i = at.index; i < 2 * params.key_rows + params.tile_columns; i += at.threads) {
+  const uint channels = channels_of(params), all = channels + (gates_here(params) ? params.tile_columns : 0);
+  for (uint i = at.index; i < all; i += at.threads) {
     const Channel<T> channel = channel_of(tensors, i, work, params);
+    threadgroup float* to = memory + (i < channels ? i : params.token_floats - params.tile_columns + (i - channels));
     if (!channel.exists) {
-      for (uint t = 0; t < count; ++t) memory[t * params.token_floats + i] = 0;
+      for (uint t = 0; t < count; ++t) to[t * params.token_floats] = 0;
       continue;
     }
-    const bool is_masked = params.has_mask && channel.part != Part::query;
-    Window window;
+    const bool is_gate = channel.part == Part::gate;
+    const bool is_convolved = !is_gate && params.conv_weight != ParameterType::absent;
+    const bool is_masked = params.has_mask && (channel.part == Part::key || channel.part == Part::value);
     float bias = 0;
-    if (is_convolved && few_taps) window = window_before(tensors, channel, int(first), params);
-    if (params.conv_bias != ParameterType::absent) bias = load(tensors.conv_bias, channel.index, params.conv_bias);
-    device const T* next = channel.tokens + first * channel.row;
-    for (uint t = 0; t < count; ++t, next += channel.row) {
-      float x = float(*next);
+    Window window = load_inputs(tensors, channel, first, count, is_convolved && few_taps, to, params);
+    if (is_convolved && params.conv_bias != ParameterType::absent) {
+      bias = load(tensors.conv_bias, channel.index, params.conv_bias);
+    }
+    for (uint t = 0; t < count; ++t, to += params.token_floats) {
+      float x = *to;
       if (is_convolved) {
         x = few_taps ? window.sum(x) : sum_of_taps(tensors, channel, int(first + t), params);
         x = pointwise(x + bias, params.activation);
       }
+      if (is_gate) x = pointwise(x, params.gate_activation);
       if (is_masked && !tensors.mask[mask_offset(work, first + t, params)]) x = 0;
-      memory[t * params.token_floats + i] = x;
+      *to = x;
     }
   }
 }
@@ -159,24 +217,53 @@ float raw_decay(thread const LinearAttentionTensors<T>& tensors, uint token, uin
   return raw + load(tensors.decay_bias, index, params.decay_bias);
 }
 
+// What a factor is made of, each loaded by a lane of its own.
+enum class FactorPart : uint { decay, bias, beta, rate };
+MOE_METAL_CONSTANT uint kFactorParts = 4;
+
+// The decay of a head (or of its first channel) at a token, its bias, beta, or the logarithm of the rate.
+template <typename T>
+float factor_part(thread const LinearAttentionTensors<T>& tensors, FactorPart part, uint token,
+                  thread const LinearAttentionWork& work, constant LinearAttentionParams& params) {
+  device const T* from = tensors.decay;
+  ParameterType type = params.decay_type;
+  ulong index = token_offset(params.decay, work, token);
+  if (part == FactorPart::bias) {
+    from = tensors.decay_bias;
+    type = params.decay_bias;
+    index = params.decays_channels ? ulong(work.head) * params.D : work.head;
+  } else if (part == FactorPart::beta) {
+    from = tensors.beta;
+    type = params.rule == Rule::delta ? params.beta_type : ParameterType::absent;
+    index = token_offset(params.beta, work, token);
+  } else if (part == FactorPart::rate) {
+    from = tensors.log_rate;
+    type = params.log_rate;
+    index = work.head;
+  }
+  return type == ParameterType::absent ? 0 : load(from, index, type);
+}
+
 // Decays and betas of `count` tokens from `first` on.
 template <typename T>
 void load_factors(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
                   threadgroup float* gates, thread const LinearAttentionWork& work, LinearAttentionThread at,
                   constant LinearAttentionParams& params) {
   const bool has_rate = params.log_rate != ParameterType::absent;
-  const float rate = has_rate ? exp(load(tensors.log_rate, work.head, params.log_rate)) : 1;
-  for (uint t = at.index; t < count; t += at.threads) {
-    const float raw = raw_decay(tensors, first + t, 0, work, params);
-    float factor = step_of(raw, params);
-    gates[t] = decay_of(raw, rate, params);  // not used with decays per channel
-    if (params.rule == Rule::delta) {
-      const ulong offset = token_offset(params.beta, work, first + t);
-      factor = params.beta_scale * sigmoid(load(tensors.beta, offset, params.beta_type));
+  if (at.simdgroup + 1 == at.simdgroups) {  // its channels are the least work
+    const uint t = at.lane / kFactorParts;
+    const float part =
+        factor_part(tensors, FactorPart(at.lane % kFactorParts), first + min(t, count - 1), work, params);
+    const float raw = part + simd_shuffle_xor(part, 1);  // of the first two lanes
+    const float beta = simd_shuffle_xor(part, 2);
+    const float rate = has_rate ? exp(simd_shuffle_xor(part, 3)) : 1;
+    if (at.lane % kFactorParts == 0 && t < count) {
+      gates[t] = decay_of(raw, rate, params);  // not used with decays per channel
+      gates[kStateTokens + t] = params.rule == Rule::delta ? params.beta_scale * sigmoid(beta) : step_of(raw, params);
     }
-    gates[kStateTokens + t] = factor;
   }
   if (!params.decays_channels) return;
+  const float rate = has_rate ? exp(load(tensors.log_rate, work.head, params.log_rate)) : 1;
   threadgroup float* decays = memory + 2 * (params.key_rows + params.tile_columns);
   for (uint i = at.index; i < count * params.key_rows; i += at.threads) {
     const uint t = i / params.key_rows, d = i % params.key_rows;
@@ -209,6 +296,21 @@ inline void norm_keys(uint count, threadgroup float* memory, threadgroup float* 
     product = simd_sum(product);
     if (at.lane == 0) gates[2 * kStateTokens + t] = product;
   }
+}
+
+// Keys, queries, values and factors of `count` tokens from `first` on.
+template <typename T>
+void load_tokens(thread const LinearAttentionTensors<T>& tensors, uint first, uint count, threadgroup float* memory,
+                 threadgroup float* gates, thread const LinearAttentionWork& work, LinearAttentionThread at,
+                 constant LinearAttentionParams& params) {
+  if (params.W <= uint(kVectorWidth)) {
+    load_channels<true>(tensors, first, count, memory, work, at, params);
+  } else {
+    load_channels<false>(tensors, first, count, memory, work, at, params);
+  }
+  load_factors(tensors, first, count, memory, gates, work, at, params);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  norm_keys(count, memory, gates, at, params);
 }
 
 // Keys, updates (in place of values) and decays of `count` tokens from rows of the log.

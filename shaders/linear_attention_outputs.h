@@ -12,40 +12,65 @@ float gate_at(device const T* gate, ulong offset, constant LinearAttentionParams
   return params.has_gate ? pointwise(float(gate[offset]), params.gate_activation) : 1;
 }
 
+MOE_METAL_CONSTANT uint kLaneColumns = 4;  // of a lane: a threadgroup has at most 128
+
+// The norm's weights of a lane's columns. Those beyond the last are of no use.
+template <typename T>
+void load_weights(thread float* weights, device const T* from, uint columns, LinearAttentionThread at) {
+  T loaded[kLaneColumns];
+#pragma unroll
+  for (uint n = 0; n < kLaneColumns; ++n) loaded[n] = from[min(at.lane + n * kSimdgroup, columns - 1)];
+#pragma unroll
+  for (uint n = 0; n < kLaneColumns; ++n) weights[n] = float(loaded[n]);
+}
+
 // The results of `count` tokens from `first` on, or floats for the second kernel. A simdgroup has a token.
 template <typename T>
 void store_outputs(thread const LinearAttentionTensors<T>& tensors, device T* output, uint first, uint count,
-                   threadgroup float* memory, thread const LinearAttentionWork& work, LinearAttentionThread at,
+                   threadgroup const float* memory, thread const LinearAttentionWork& work, LinearAttentionThread at,
                    constant LinearAttentionParams& params) {
+  if (at.simdgroup >= count) return;
   const bool has_skip = params.skip != ParameterType::absent, has_norm = params.norm_weight != ParameterType::absent;
+  const bool has_gate = gates_here(params), gate_first = params.gate_first;
   const float skip = has_skip ? load(tensors.skip, work.head, params.skip) : 0;
   const uint head = params.in_groups ? work.head : output_head(work.head, params);
-  const ulong weights = params.norms_groups ? ulong(work.head) * params.V : 0;
+  const ulong weights_at = params.norms_groups ? ulong(work.head) * params.V : 0;
+  const bool norms = has_norm && !params.in_groups;
+  float weights[kLaneColumns], results[kLaneColumns];
+  if (norms && params.norm_weight == ParameterType::float32) {
+    load_weights(weights, reinterpret_cast<device const float*>(tensors.norm_weight) + weights_at, work.columns, at);
+  } else if (norms) {
+    load_weights(weights, tensors.norm_weight + weights_at, work.columns, at);
+  }
   for (uint t = at.simdgroup; t < count; t += at.simdgroups) {
-    threadgroup const float* values = memory + t * params.token_floats + 2 * params.key_rows;
-    threadgroup float* results = memory + t * params.token_floats + 2 * params.key_rows + params.tile_columns;
+    threadgroup const float* values = memory + t * params.token_floats + 2 * params.key_rows + at.lane;
+    threadgroup const float* gates = memory + (t + 1) * params.token_floats - params.tile_columns + at.lane;
     const ulong token = ulong(work.batch) * params.T + work.begin + first + t;
-    const ulong row = (token * params.A + head) * params.V + work.first_column;
-    const ulong gates = token_offset(params.gate, work, first + t) + work.first_column * params.gate.element;
+    const ulong row = (token * params.A + head) * params.V + work.first_column + at.lane;
     float squares = 0;
-    for (uint i = at.lane; i < work.columns; i += kSimdgroup) {
-      float x = results[i];
+#pragma unroll
+    for (uint n = 0; n < kLaneColumns; ++n) {
+      const uint i = n * kSimdgroup;
+      if (at.lane + i >= work.columns) continue;
+      float x = values[params.tile_columns + i];
       if (has_skip) x = fma(skip, values[i], x);
-      if (params.in_groups) {
-        reinterpret_cast<device float*>(output)[row + i] = x;
-        continue;
-      }
-      if (params.gate_first) x *= gate_at(tensors.gate, gates + i * params.gate.element, params);
-      results[i] = x;
+      if (has_gate && gate_first) x *= gates[i];
+      results[n] = x;
       squares = fma(x, x, squares);
     }
-    if (params.in_groups) continue;
-    const float factor = has_norm ? rsqrt(simd_sum(squares) / float(params.V) + params.eps) : 1;
-    for (uint i = at.lane; i < work.columns; i += kSimdgroup) {
-      float x = results[i];
-      if (has_norm) x *= factor * load(tensors.norm_weight, weights + i, params.norm_weight);
-      if (!params.gate_first) x *= gate_at(tensors.gate, gates + i * params.gate.element, params);
-      output[row + i] = T(x);
+    const float factor = norms ? rsqrt(simd_sum(squares) / float(params.V) + params.eps) : 1;
+#pragma unroll
+    for (uint n = 0; n < kLaneColumns; ++n) {
+      const uint i = n * kSimdgroup;
+      if (at.lane + i >= work.columns) continue;
+      float x = results[n];
+      if (norms) x *= factor * weights[n];
+      if (has_gate && !gate_first) x *= gates[i];
+      if (params.in_groups) {
+        reinterpret_cast<device float*>(output)[row + i] = x;
+      } else {
+        output[row + i] = T(x);
+      }
     }
   }
 }

@@ -1,14 +1,14 @@
 // The state of a value head in registers, and what a token does to it.
 //
-// A lane has 16 rows and 4 columns of the state: rows 4 p + 4 KeyParts j + r for j, r < 4, where p is its key part. The
-// lanes of a simdgroup are KeyParts by 32 / KeyParts columns of four. Four neighbours of the state along V are one
+// A lane has 8 rows and 4 columns of the state: rows 4 p + 4 KeyParts j + r for j < 2, r < 4, where p is its key part.
+// The lanes of a simdgroup are KeyParts by 32 / KeyParts columns of four. Four neighbours of the state along V are one
 // register's vector; four along D are loaded together if those are neighbours in memory, as in Mamba 2's states.
 #pragma once
 #include "linear_attention.h"
 
 namespace moe_metal {
 
-MOE_METAL_CONSTANT uint kStateRows = 4;  // vectors of rows of a lane
+MOE_METAL_CONSTANT uint kStateRows = 2;  // vectors of rows of a lane
 
 struct StateTile {
   float4 at[kStateRows][kVectorWidth];  // [j][r]
@@ -34,7 +34,7 @@ StateLane state_lane(LinearAttentionThread at) {
 
 // Whether D may be any number, or is a multiple of the rows that the key parts have at a time. Only the kernel for long
 // keys takes any number: the conditions for rows beyond D take many registers.
-constexpr bool takes_any_rows(uint key_parts) { return key_parts == 16; }
+constexpr bool takes_any_rows(uint key_parts) { return key_parts == kSimdgroup; }
 
 // Makes the rows beyond D zero.
 template <uint KeyParts>
@@ -62,69 +62,81 @@ inline void transpose(thread StateTile& tile) {
   }
 }
 
-// `whole`: all rows and columns exist. Without conditions all loads can be under way at a time.
-template <uint KeyParts, bool whole>
-StateTile load_tile(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
-  const ulong by_row = params.state.row, by_column = params.state.element;
-  StateTile tile;
+inline ulong element_of_state(uint row, uint column, constant LinearAttentionParams& params) {
+  return row * params.state.row + column * params.state.element;
+}
+
+// Where four neighbours of the state are, which one instruction accesses: along V, or along D.
+struct StateVectors {
+  ulong first;  // of a lane
+  ulong step;   // from one to the next
+  ulong part;   // from one set of rows to the next
+
+  ulong at(uint j, uint n) const thread { return first + j * part + n * step; }
+};
+
+template <uint KeyParts>
+StateVectors state_vectors(StateLane lane, constant LinearAttentionParams& params) {
+  StateVectors vectors;
+  vectors.first = element_of_state(lane.row, lane.column, params);
+  vectors.step = params.layout == StateLayout::rows ? params.state.element : params.state.row;
+  vectors.part = kVectorWidth * KeyParts * params.state.row;
+  return vectors;
+}
+
+// Begins to load the state: nothing here needs the values, so that the loads are under way while others begin.
+// settle_state must follow.
+template <uint KeyParts>
+StateTile load_state(device const float* state, StateLane lane, constant LinearAttentionParams& params) {
+  const StateVectors vectors = state_vectors<KeyParts>(lane, params);
+  const bool loads = params.layout == StateLayout::columns || params.layout == StateLayout::rows;
+  StateTile tile;  // without a first value, which would have to wait for the loads
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
-    const uint row = lane.row + j * kVectorWidth * KeyParts;
+    if (!loads || j * kVectorWidth * KeyParts >= params.key_rows) continue;
 #pragma unroll
-    for (uint n = 0; n < kVectorWidth; ++n) {
-      tile.at[j][n] = 0;
-      if (j * kVectorWidth * KeyParts >= params.key_rows) continue;
-      if (params.layout == StateLayout::columns) {
-        const bool exists = whole || (row + n < params.D && lane.column < columns);
-        if (exists) tile.at[j][n] = load4_aligned(state + (row + n) * by_row + lane.column);
-      } else if (params.layout == StateLayout::rows) {
-        const bool exists = whole || (row < params.D && lane.column + n < columns);
-        if (exists) tile.at[j][n] = load4_aligned(state + (lane.column + n) * by_column + row);
-      } else if (params.layout == StateLayout::any) {
-#pragma unroll
-        for (uint c = 0; c < kVectorWidth; ++c) {
-          const bool exists = whole || (row + n < params.D && lane.column + c < columns);
-          if (exists) tile.at[j][n][c] = state[(row + n) * by_row + (lane.column + c) * by_column];
-        }
-      }
-    }
+    for (uint n = 0; n < kVectorWidth; ++n) tile.at[j][n] = load4_aligned(state + vectors.at(j, n));
   }
-  if (params.layout == StateLayout::rows) transpose(tile);
   return tile;
 }
 
+// The rest: rows become columns, and a state whose neighbours are not together is loaded one element at a time.
 template <uint KeyParts>
-StateTile load_state(device const float* state, uint columns, StateLane lane, constant LinearAttentionParams& params) {
-  const bool whole = params.D == params.key_rows && columns == params.tile_columns;
-  return whole ? load_tile<KeyParts, true>(state, columns, lane, params)
-               : load_tile<KeyParts, false>(state, columns, lane, params);
+void settle_state(thread StateTile& tile, device const float* state, uint columns, StateLane lane,
+                  constant LinearAttentionParams& params) {
+  if (params.layout == StateLayout::columns) return;
+  if (params.layout == StateLayout::rows) return transpose(tile);
+#pragma unroll
+  for (uint j = 0; j < kStateRows; ++j) {
+#pragma unroll
+    for (uint i = 0; i < kVectorWidth * kVectorWidth; ++i) {
+      const uint row = lane.row + j * kVectorWidth * KeyParts + i / kVectorWidth;
+      const uint column = lane.column + i % kVectorWidth;
+      const bool exists = params.layout == StateLayout::any && row < params.D && column < columns;
+      tile.at[j][i / kVectorWidth][i % kVectorWidth] = exists ? state[element_of_state(row, column, params)] : 0;
+    }
+  }
 }
 
 template <uint KeyParts>
 void store_state(StateTile tile, device float* state, uint columns, StateLane lane,
                  constant LinearAttentionParams& params) {
-  const ulong by_row = params.state.row, by_column = params.state.element;
   if (params.layout == StateLayout::rows) transpose(tile);
+  const StateVectors vectors = state_vectors<KeyParts>(lane, params);
 #pragma unroll
   for (uint j = 0; j < kStateRows; ++j) {
-    const uint row = lane.row + j * kVectorWidth * KeyParts;
+    if (params.layout == StateLayout::absent || j * kVectorWidth * KeyParts >= params.key_rows) continue;
+    if (params.layout != StateLayout::any) {
 #pragma unroll
-    for (uint n = 0; n < kVectorWidth; ++n) {
-      if (params.layout == StateLayout::columns) {
-        if (row + n < params.D && lane.column < columns) {
-          store4_aligned(state + (row + n) * by_row + lane.column, tile.at[j][n]);
-        }
-      } else if (params.layout == StateLayout::rows) {
-        if (row < params.D && lane.column + n < columns) {
-          store4_aligned(state + (lane.column + n) * by_column + row, tile.at[j][n]);
-        }
-      } else if (params.layout == StateLayout::any) {
+      for (uint n = 0; n < kVectorWidth; ++n) store4_aligned(state + vectors.at(j, n), tile.at[j][n]);
+      continue;
+    }
 #pragma unroll
-        for (uint c = 0; c < kVectorWidth; ++c) {
-          const bool exists = row + n < params.D && lane.column + c < columns;
-          if (exists) state[(row + n) * by_row + (lane.column + c) * by_column] = tile.at[j][n][c];
-        }
-      }
+    for (uint i = 0; i < kVectorWidth * kVectorWidth; ++i) {
+      const uint row = lane.row + j * kVectorWidth * KeyParts + i / kVectorWidth;
+      const uint column = lane.column + i % kVectorWidth;
+      const bool exists = row < params.D && column < columns;
+      if (exists) state[element_of_state(row, column, params)] = tile.at[j][i / kVectorWidth][i % kVectorWidth];
     }
   }
 }
@@ -189,6 +201,7 @@ Sum sum_of_column(thread const Sum* sums, StateLane lane) {
   Sum sum = (is_odd ? second : first) + simd_shuffle_xor(is_odd ? first : second, 1);
   if (KeyParts > 4) sum += simd_shuffle_xor(sum, 4);
   if (KeyParts > 8) sum += simd_shuffle_xor(sum, 8);
+  if (KeyParts > 16) sum += simd_shuffle_xor(sum, 16);
   return sum;
 }
 

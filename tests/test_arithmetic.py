@@ -10,8 +10,9 @@ pytestmark = pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="o
 
 CHECKS = """
 from torch_moe_metal.commands import doctor
+from torch_moe_metal.commands.common.samples import Sample, problem
 for op, dtype, tokens, format in {checks}:
-    print(op, format, doctor.check(op, "mps", getattr(torch, dtype), tokens, format))
+    print(op, format, problem(Sample(op, tokens, format), "mps", getattr(torch, dtype)))
 """
 
 

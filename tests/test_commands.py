@@ -12,13 +12,16 @@ import pytest
 import torch
 
 import torch_moe_metal
+from conftest import DEVICES, SIMULATED
+from simulated import lines_of
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES
 from torch_moe_metal.commands import demo, doctor
 from torch_moe_metal.commands.bench import block, whole_model
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS
 from torch_moe_metal.commands.command_line import main
-from torch_moe_metal.commands.common import devices
+from torch_moe_metal.commands.common import devices, samples, torch_checks
+from torch_moe_metal.commands.common.samples import Sample
 from torch_moe_metal.transformers_support import why_unsupported
 
 PACKAGE = Path(torch_moe_metal.__file__).parent
@@ -27,21 +30,42 @@ PACKAGE = Path(torch_moe_metal.__file__).parent
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", doctor.TOKENS)
+@pytest.mark.parametrize("tokens", samples.TOKENS)
 @pytest.mark.parametrize("op", ARGUMENTS)
 def test_doctor_passes(op: str, tokens: int, dtype: torch.dtype, device: str):
-    assert doctor.check(op, device, dtype, tokens) is None
+    assert samples.problem(Sample(op, tokens), device, dtype) is None
 
 
-@pytest.mark.parametrize("tokens", doctor.TOKENS)
-@pytest.mark.parametrize("op", ["gate", "route"])
-def test_samples_of_doctor_have_no_near_ties(op: str, tokens: int):
+@pytest.mark.parametrize("sample", samples.samples_of("gate") + samples.samples_of("route"), ids=lambda s: f"{s.op}{s}")
+def test_samples_of_doctor_have_no_near_ties(sample: Sample):
     """Rounding must not change the selected experts on any device: with and without noise the reference selects the
     same."""
-    args = {name: tensor.double() for name, tensor in doctor.sample_arguments(op, torch.float32, tokens).items()}
-    _, want = getattr(reference, op)(**args, top_k=doctor.DIMS["K"])
+    args = {name: tensor.double() for name, tensor in sample.arguments(torch.float32).items()}
+    _, want = getattr(reference, sample.op)(**args, **sample.options)
     noisy = {name: tensor * (1 + 1e-5 * torch.randn(tensor.shape).double()) for name, tensor in args.items()}
-    assert torch.equal(getattr(reference, op)(**noisy, top_k=doctor.DIMS["K"])[1], want)
+    assert torch.equal(getattr(reference, sample.op)(**noisy, **sample.options)[1], want)
+
+
+@pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal records dispatches")
+def test_samples_of_doctor_run_every_function():
+    """Each sample runs the functions that it names, and together they run all. Nothing is computed here."""
+    script = """
+from torch_moe_metal.arguments import ARGUMENTS, options
+from torch_moe_metal.commands.common.samples import never_ran, samples_of, under
+print(len(never_ran()))
+with metal_sim.host_only(), metal_sim.playing_macos(26, 3):
+    for sample in (sample for op in ARGUMENTS for sample in samples_of(op) if sample.format == "dense"):
+        given = {name: tensor.to("mps") for name, tensor in sample.arguments(torch.bfloat16).items()}
+        with metal_sim.record() as record, under(sample.settings, "mps"):
+            op = getattr(torch.ops.moe_metal, sample.op)
+            op(**given, **sample.options, **options(sample.op, {"dtype": torch.bfloat16}))
+        ran = {dispatch.kernel.partition("_bfloat")[0] for dispatch in record.dispatches}
+        if set(sample.functions) - ran:
+            print(sample.op, sample, "ran", ran)
+print("never:", never_ran())
+"""
+    count, *others, never = lines_of(script)
+    assert int(count) > 60 and not others and never == "never: []"
 
 
 def test_version(capsys):
@@ -89,6 +113,7 @@ raise SystemExit(main(["fit", "gpt-oss-20b", "--memory", "16"]))
 )
 def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
     monkeypatch.setattr(reference, "TOLERANCES", {dtype: reference.TOLERANCES[dtype] for dtype in dtypes})
+    monkeypatch.setattr(torch_checks, "DRAWS", 1000)
     unpacked, dequantize = [], reference.dequantize
 
     @functools.wraps(dequantize)
@@ -110,6 +135,7 @@ def test_doctor_reports(dtypes: list[torch.dtype], monkeypatch, capsys):
 def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
     """A wrong result, wrong ids and an exception; the other ops are still tested."""
     monkeypatch.setattr(reference, "TOLERANCES", {torch.float32: reference.TOLERANCES[torch.float32]})
+    monkeypatch.setattr(torch_checks, "DRAWS", 1000)
     monkeypatch.setattr(reference, "norm_add", lambda residual, input, **_: residual + input)
     route = reference.route
     monkeypatch.setattr(reference, "route", lambda *a, **o: (route(*a, **o)[0], route(*a, **o)[1] + 1))

@@ -7,32 +7,33 @@ namespace moe_metal {
 namespace {
 
 // With more threads, each would have fewer registers.
-constexpr int kMostThreads = 384;
+constexpr int kMostThreads = 512;
+constexpr int64_t kMostColumns = 128;
 
-// A kernel for keys of up to 64, 128 or 256 elements. A lane has 16 rows by 4 columns of a state, so the more key parts
+// A kernel for keys of up to 64, 128 or 256 elements. A lane has 8 rows by 4 columns of a state, so the more key parts
 // divide the rows, the fewer columns a simdgroup has.
 struct StateKernel {
   StateKernel(const char* function, const char* part, int64_t key_parts)
       : kernels("linear_attention", function, kMostThreads, part),
         rows(kVectorWidth * key_parts),
         columns(kSimdgroup / key_parts * kVectorWidth),
-        most_columns(std::min<int64_t>(kMostThreads / kSimdgroup * columns, 256)) {}
+        most_columns(std::min<int64_t>(kMostThreads / kSimdgroup * columns, kMostColumns)) {}
 
   Kernels kernels;
-  const int64_t rows;          // that the lanes of a simdgroup have at a time; each lane has up to four of these
+  const int64_t rows;          // that the lanes of a simdgroup have at a time; each lane has one or two of these
   const int64_t columns;       // of a simdgroup
   const int64_t most_columns;  // of a threadgroup
 };
 
-StateKernel keys64("linear_attention_64", "keys64", 4);
-StateKernel keys128("linear_attention_128", "keys128", 8);
-StateKernel keys256("linear_attention_256", "keys256", 16);
+StateKernel keys64("linear_attention_64", "keys64", 8);
+StateKernel keys128("linear_attention_128", "keys128", 16);
+StateKernel keys256("linear_attention_256", "keys256", 32);
 Kernels groups("linear_attention", "linear_attention_groups", 1024, "groups");
 
 // The kernel for the longest keys takes any number of rows; the others need whole ones.
 StateKernel& kernel_of(const LinearAttention& call) {
   for (StateKernel* kernel : {&keys64, &keys128}) {
-    if (call.D <= 4 * kernel->rows && call.D % kernel->rows == 0) return *kernel;
+    if (call.D <= 2 * kernel->rows && call.D % kernel->rows == 0) return *kernel;
   }
   return keys256;
 }
@@ -60,8 +61,10 @@ bool loads_vectors(const Tensor& state, int inner) {
   return loads;
 }
 
-StateLayout layout_of(const Tensor& state) {
+// `whole`: the threadgroups have no rows or columns beyond the last.
+StateLayout layout_of(const Tensor& state, bool whole) {
   if (!state.defined()) return StateLayout::absent;
+  if (!whole) return StateLayout::any;
   return loads_vectors(state, 3)   ? StateLayout::columns
          : loads_vectors(state, 2) ? StateLayout::rows
                                    : StateLayout::any;
@@ -103,7 +106,6 @@ void set_tensors(LinearAttentionParams& params, const LinearAttention& call) {
   params.has_gate = call.gate.defined();
   params.has_mask = call.mask.defined();
   params.has_past = call.past.defined() && call.W > 1;
-  params.layout = layout_of(call.state);
   params.decay_type = parameter_type(call.decay);
   params.beta_type = parameter_type(call.beta);
   params.log_rate = parameter_type(call.log_rate);
@@ -131,15 +133,17 @@ Grid divide(LinearAttentionParams& params, const LinearAttention& call, const St
   const int64_t tiles = ceil_div(call.V, kernel.most_columns);
   const int64_t simdgroups = ceil_div(ceil_div(call.V, tiles), kernel.columns);
   const int64_t key_rows = ceil_div(call.D, kernel.rows) * kernel.rows, columns = simdgroups * kernel.columns;
-  const int64_t floats = 2 * key_rows + 2 * columns + (call.decays_channels() ? key_rows : 0);
-  params.key_rows = to_uint(key_rows);
-  params.tile_columns = to_uint(columns);
   params.tiles = to_uint(ceil_div(call.V, columns));
-  params.token_floats = to_uint(floats);
-  params.block_tokens = to_uint(std::min<int64_t>(kStateTokens, kStateFloats / floats));
   params.norms_groups = call.norms_groups();
   params.norm_rows = call.norms_groups() ? to_uint(call.norm_weight.size(0)) : params.A;
   params.in_groups = call.norm_weight.defined() && (params.norm_rows != params.A || params.tiles > 1);
+  params.layout = layout_of(call.state, call.D == key_rows && call.V % columns == 0);
+  const bool gates_here = params.has_gate && !params.in_groups;
+  const int64_t floats = 2 * key_rows + (gates_here ? 3 : 2) * columns + (call.decays_channels() ? key_rows : 0);
+  params.key_rows = to_uint(key_rows);
+  params.tile_columns = to_uint(columns);
+  params.token_floats = to_uint(floats);
+  params.block_tokens = to_uint(std::min<int64_t>(kStateTokens, kStateFloats / floats));
   return {call.S * call.A, params.tiles, static_cast<int>(simdgroups * kSimdgroup)};
 }
 

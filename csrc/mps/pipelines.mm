@@ -247,6 +247,23 @@ c10::List<std::string> all_kernels() {
   return lines;
 }
 
+// The functions of the shaders, with the most threads of a threadgroup, and for each whether this process has a pipeline
+// of it, in any dtype and format. Without warm-up that is one that has run.
+std::tuple<c10::List<std::string>, c10::List<bool>> all_functions() {
+  std::map<std::string, bool> has_pipeline;
+  for (const Kernel* kernel = Kernel::newest; kernel; kernel = kernel->previous) {
+    const std::string name = std::string(kernel->function) + " (" + std::to_string(kernel->max_threads) + " threads)";
+    has_pipeline[name] |= kernel->pipeline.load(std::memory_order_acquire) != nullptr;
+  }
+  c10::List<std::string> names;
+  c10::List<bool> found;
+  for (const auto& [name, has] : has_pipeline) {
+    names.push_back(name);
+    found.push_back(has);
+  }
+  return {names, found};
+}
+
 // The first device, as in PyTorch. A device may exist even if PyTorch says that MPS is not available.
 // MTLCreateSystemDefaultDevice returns nil in a process without CoreGraphics.
 id<MTLDevice> default_device() {
@@ -310,6 +327,7 @@ bool compiles(Kernel& kernel) {
 // Only for doctor and tools/compile_shaders.py.
 TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
   m.def("_kernels() -> str[]", &moe_metal::all_kernels);
+  m.def("_functions() -> (str[], bool[])", &moe_metal::all_functions);
   m.def("_check_device() -> ()", &moe_metal::check_default_device);
   m.def("_compile(int index, str more) -> bool", &moe_metal::compile_at);
   m.def("_compile_times() -> (str[], float[])", &moe_metal::times_of_libraries);
