@@ -15,28 +15,35 @@ from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 
+from .anthropic_answers import error_body as anthropic_error
+from .anthropic_handlers import CountTokens, Messages
 from .bodies import MAX_BYTES, OTHER_BYTES, parse, read, text_limit, too_long
 from .fields import expect
-from .generation import STOPPED, Failed, Generation, Refused, Request, current
+from .generation import Generation
 from .handlers import Chat, Checked, Completions, Responses, error_body
 from .model_manager import Models
+from .requests import STOPPED, Failed, Refused, Request, current
 
 #: The paths of transformers' application that are kept. The others unload the model or need models of other kinds.
 KEPT = ("/v1/models", "/health")
+MESSAGES = "/v1/messages"
 OPEN = ("/health",)  # without a key
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 EVERY = ("0.0.0.0", "::")  # as --host: all addresses of this machine
 
 
-def error(status: int, message: str, code: str | None = None, param: str | None = None) -> JSONResponse:
+def error(path: str, status: int, message: str, code: str | None = None, param: str | None = None) -> JSONResponse:
+    """In Anthropic's or OpenAI's form."""
+    if path.startswith(MESSAGES):
+        return JSONResponse(anthropic_error(message, status), status)
     return JSONResponse(error_body(message, status, code, param), status)
 
 
-def answer_to(reason: HTTPException) -> JSONResponse:
+def answer_to(path: str, reason: HTTPException) -> JSONResponse:
     status = 400 if reason.status_code == 422 else reason.status_code
     code, param = (reason.code, reason.param) if isinstance(reason, Refused) else (None, None)
-    return error(status, str(reason.detail) if param else str(reason.detail)[:300], code, param)
+    return error(path, status, str(reason.detail) if param else str(reason.detail)[:300], code, param)
 
 
 class Guard:
@@ -61,7 +68,7 @@ class Guard:
                 raise too_long(limit)
             body = await read(receive, limit)
         except Refused as reason:
-            return await answer_to(reason)(scope, receive, send)
+            return await answer_to(scope["path"], reason)(scope, receive, send)
         if body is None:
             return
         request = Request()
@@ -86,8 +93,10 @@ class Guard:
         if scope["path"] in OPEN or preflight:  # browsers send preflights without the key
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.api_key.encode()):
-            raise Refused(401, "Authorization: expected 'Bearer' and the server's key", "invalid_api_key")
+        keys = [headers.get(b"x-api-key", b""), *([given] if scheme.lower() == b"bearer" else [])]
+        if not any(hmac.compare_digest(key.strip(), self.api_key.encode()) for key in keys):
+            message = "Authorization: expected 'Bearer' and the server's key, or the key in x-api-key"
+            raise Refused(401, message, "invalid_api_key")
 
     def is_ours(self, host: str) -> bool:
         name, colon, port = host.rpartition(":")
@@ -121,28 +130,28 @@ async def run_while_connected(app: Callable, scope: dict, body: bytes, receive: 
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Answer every error in OpenAI's form."""
+    """Answer every error in the form of the path's API."""
 
     @app.exception_handler(HTTPException)
-    async def refused(_request: HTTPRequest, reason: HTTPException) -> JSONResponse:
-        return answer_to(reason)
+    async def refused(request: HTTPRequest, reason: HTTPException) -> JSONResponse:
+        return answer_to(request.url.path, reason)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: HTTPRequest, reason: RequestValidationError) -> JSONResponse:
+    async def invalid(request: HTTPRequest, reason: RequestValidationError) -> JSONResponse:
         first = reason.errors()[0]
         details = [first["msg"], *filter(None, [first.get("ctx", {}).get("error")])]
-        return error(400, f"the body: expected a JSON object: {': '.join(details)}")
+        return error(request.url.path, 400, f"the body: expected a JSON object: {': '.join(details)}")
 
     @app.exception_handler(Failed)
-    async def failed(_request: HTTPRequest, reason: Failed) -> JSONResponse:
-        return error(503 if str(reason) == STOPPED else 500, str(reason))
+    async def failed(request: HTTPRequest, reason: Failed) -> JSONResponse:
+        return error(request.url.path, 503 if str(reason) == STOPPED else 500, str(reason))
 
     @app.exception_handler(CBWorkerDeadError)
-    async def dead(_request: HTTPRequest, reason: CBWorkerDeadError) -> JSONResponse:
-        return error(503, str(reason))
+    async def dead(request: HTTPRequest, reason: CBWorkerDeadError) -> JSONResponse:
+        return error(request.url.path, 503, str(reason))
 
 
-def endpoint(handler: Checked, limit: int) -> Callable:
+def endpoint(handler: Checked | Messages, limit: int) -> Callable:
     """The handler as an endpoint that parses bodies in a thread: FastAPI would do it on the event loop."""
 
     async def answer(request: HTTPRequest):
@@ -164,11 +173,13 @@ def build(
     host: str = LOCAL[0],
 ) -> Guard:
     handlers = {
-        "/v1/chat/completions": Chat(models, generation, strict),
+        "/v1/chat/completions": (chat := Chat(models, generation, strict)),
         "/v1/completions": Completions(models, generation, strict),
         "/v1/responses": Responses(models, generation, strict),
+        MESSAGES: Messages(chat),
+        f"{MESSAGES}/count_tokens": CountTokens(chat),
     }
-    app = build_server(models, *handlers.values(), None, None, generation, enable_cors=cors)
+    app = build_server(models, *[None] * 5, generation, enable_cors=cors)
     app.router.routes[:] = [route for route in app.router.routes if route.path in KEPT]
     of_text = text_limit(models.context)
     for path, handler in handlers.items():

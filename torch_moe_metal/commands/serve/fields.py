@@ -8,11 +8,12 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .generation import Refused
+from .requests import Refused
 
 #: Below this temperature the likeliest token is taken: divided by much less, scores leave float32's range.
 LEAST_TEMPERATURE = 1e-5
 MAX_STOPS, MAX_STOP = 64, 256  # strings or tokens, and characters of a string
+MAX_ANSWERS, MAX_LIKELIEST = 16, 20
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 NOTHING = "nothing"
 
@@ -43,7 +44,7 @@ def shortened(value: object, length: int = 100) -> str:
 # ------------------------------------------------------------------------------------------------ values
 
 
-def of_type(kind: type) -> Callable[[object], bool]:
+def of_type(kind: type | tuple[type, ...]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, kind)
 
 
@@ -109,6 +110,15 @@ def is_text(value: object) -> bool:
 
 def is_tool_choice(value: object) -> bool:
     return value in ("auto", "none")
+
+
+def is_typed(*kinds: str) -> Callable[[object], bool]:
+    """Whether the value is an object of one of these types."""
+    return lambda value: isinstance(value, dict) and value.get("type") in kinds
+
+
+def is_output_config(value: object) -> bool:
+    return is_object(value, {"effort": is_effort, "format": is_typed("json_schema")})
 
 
 def is_bias(value: object) -> bool:
@@ -188,7 +198,6 @@ COMMON = {
     ),
     "tool_choice": Field("'auto' or 'none': others are not supported", is_tool_choice, "`none` leaves out the tools"),
     "parallel_tool_calls": Field(*BOOL, "`false` ends the answer after one call"),
-    "top_logprobs": only(0, "log probabilities are not supported"),
     "metadata": Field("an object", of_type(dict), NOTHING),
     "store": Field(*BOOL, NOTHING),
     "service_tier": Field(*STRING, NOTHING),
@@ -199,7 +208,7 @@ COMMON = {
     "moderation": refused("moderation is not supported"),
 }
 SINGLE = {
-    "n": only(1),
+    "n": Field(f"an integer from 1 to {MAX_ANSWERS}", integer(1, MAX_ANSWERS), "answers, each with a seed of its own"),
     "max_tokens": LENGTH,
 }
 CHAT = {
@@ -212,7 +221,10 @@ CHAT = {
     "max_completion_tokens": LENGTH,
     "reasoning_effort": Field(f"one of {', '.join(EFFORTS)}", is_effort, "what the model's chat template makes of it"),
     "response_format": Field('{"type": "text"}: others are not supported', is_text_format, NOTHING),
-    "logprobs": only(False, "log probabilities are not supported"),
+    "logprobs": Field(*BOOL, "the log probabilities of the answer's tokens, without those of its reasoning"),
+    "top_logprobs": Field(
+        f"an integer from 0 to {MAX_LIKELIEST}", integer(0, MAX_LIKELIEST), "the same of the likeliest tokens"
+    ),
     "modalities": only(["text"]),
     "verbosity": only("medium"),
     "prediction": Field("an object", of_type(dict), "nothing: the answer is the same"),
@@ -227,7 +239,11 @@ COMPLETIONS = {
     **SINGLE,
     "best_of": only(1),
     "echo": only(False),
-    "logprobs": only(False, "log probabilities are not supported"),
+    "logprobs": Field(
+        f"an integer from 0 to {MAX_LIKELIEST}",
+        lambda value: value is False or integer(0, MAX_LIKELIEST)(value),
+        "the log probabilities of the answer's tokens, and of so many of the likeliest ones",
+    ),
     "suffix": only("", "text is only added at the end"),
 }
 RESPONSES = {
@@ -244,6 +260,7 @@ RESPONSES = {
         "an object with an effort, and no summary but 'auto'", is_reasoning, "`effort`: as `reasoning_effort`"
     ),
     "text": Field('{"format": {"type": "text"}}: others are not supported', is_text, NOTHING),
+    "top_logprobs": only(0, "log probabilities are not supported here"),
     "truncation": only("disabled"),
     "max_tool_calls": Field(*COUNT, "nothing: the server has no tools of its own"),
     "background": only(False),
@@ -256,7 +273,50 @@ RESPONSES = {
     "access_programs": refused("the server has no tools of its own"),
     "image": refused("the model makes text only"),
 }
-TABLES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
+MESSAGES = {
+    "messages": Field(
+        "a list of messages, at least one", lambda value: isinstance(value, list) and value != [], "the conversation"
+    ),
+    **{name: SHARED[name] for name in ("model", "stream", "top_p", "top_k")},
+    "max_tokens": Field(*COUNT, "the most tokens of the answer; required"),
+    "system": Field("a string or a list of texts", of_type((str, list)), "the system message"),
+    "temperature": Field(
+        "a number from 0 to 1", number(0, 1), f"how random the answer is; below {LEAST_TEMPERATURE:.5f} not at all"
+    ),
+    "stop_sequences": Field(
+        f"a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP} characters",
+        lambda value: isinstance(value, list) and is_stop(value),
+        "ends the answer before one of them; does not apply to reasoning",
+    ),
+    "tools": Field("a list of tools of the client", lambda value: is_list_of(value, dict), COMMON["tools"].effect),
+    "tool_choice": Field(
+        "an object of type auto, any, tool or none",
+        is_typed("auto", "any", "tool", "none"),
+        "`any` forces a call, `tool` a call of this tool; `disable_parallel_tool_use` ends the answer after one call",
+    ),
+    "thinking": Field(
+        "an object of type enabled, adaptive, between_tools or disabled",
+        is_typed("enabled", "adaptive", "between_tools", "disabled"),
+        "sets the template's `enable_thinking`, and whether the answer has the reasoning; its budget has no effect",
+    ),
+    "output_config": Field(
+        "an object with an effort, and a format of type json_schema",
+        is_output_config,
+        "`effort`: as `reasoning_effort`; `format`: as `response_format`",
+    ),
+    "metadata": COMMON["metadata"],
+    "service_tier": COMMON["service_tier"],
+    **dict.fromkeys(("cache_control", "context_management", "diagnostics"), COMMON["metadata"]),
+    **dict.fromkeys(("inference_geo", "speed"), COMMON["service_tier"]),
+    "container": refused("the server has no tools of its own"),
+    "mcp_servers": refused("the server has no tools of its own"),
+}
+TABLES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
 
 #: What a generation_config may set, by transformers' names.
 SETTINGS = {

@@ -1,5 +1,6 @@
 """Requests: transformers' handlers answer them, after a check of every field."""
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -8,8 +9,8 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncIterator
+from contextvars import Context
 
-from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from transformers import BatchEncoding, GenerationConfig
@@ -21,10 +22,12 @@ from transformers.cli.serving.utils import Modality
 
 from ..common.prefixes import cuts
 from . import fields, prompts
+from .choices import joined, joined_streams, split
 from .fields import expect, shortened
-from .generation import Refused, current
+from .logprobs import Recorder, Scored, as_text
 from .messages import check_conversation
 from .parsing import LenientTokenizer
+from .requests import Refused, current
 from .sampling import Penalties
 
 logger = logging.getLogger("uvicorn.error")
@@ -54,49 +57,65 @@ class Checked:
     async def handle_request(self, body: dict, request_id: str):
         """As transformers' own."""
         models = self.model_manager
-        try:
-            body, config, inputs = await prompts.in_time(functools.partial(self.begin, body))
-        except HTTPException:
-            raise
-        except Exception as error:  # of the chat template, the tokenizer, or of a wrong value inside a field
-            raise Refused(400, f"{type(error).__name__}: {str(error)[:200]}") from error
+        body, inputs, choices = await prompts.made(functools.partial(self.begin, body))
         arguments = {
-            "request_id": f"{self.prefix}{uuid.uuid4().hex}",
             "model": models.model,
             "processor": models.processor,
             "model_id": models.force_model,
             "inputs": inputs,
-            "gen_config": config,
             "gen_manager": self.manager,
             **self.arguments(body),
         }
         if body.get("stream"):
-            response = self._streaming(**arguments)
+            response = joined_streams(
+                [
+                    context.run(self._streaming, **arguments, request_id=self.new_id(), gen_config=config)
+                    for context, config in choices
+                ]
+            )
             response.body_iterator = with_reused_in(response.body_iterator)
             return response
-        tokenizer = LenientTokenizer(models.processor, current.get().stops)
-        response = await self._non_streaming(**arguments | {"processor": tokenizer})
-        return JSONResponse(with_reused(json.loads(response.body)), response.status_code)
+        answers = await self.whole_answers(arguments, choices)
+        return JSONResponse(with_reused(joined(answers) if len(answers) > 1 else answers[0]))
 
-    def begin(self, body: dict) -> tuple[dict, GenerationConfig, BatchEncoding]:
-        """All that precedes the answer, which may take seconds: the known fields, the settings and the prompt. A prompt
-        that does not fit is refused here, since transformers decodes it on the event loop."""
-        body = self.known({name: value for name, value in body.items() if value is not None})
+    async def whole_answers(self, arguments: dict, choices: list[tuple[Context, GenerationConfig]]) -> list[dict]:
+        tokenizer = LenientTokenizer(self.model_manager.processor, current.get().stops)
+
+        async def one(config: GenerationConfig) -> dict:
+            given = arguments | {"processor": tokenizer, "request_id": self.new_id(), "gen_config": config}
+            return self.completed(json.loads((await self._non_streaming(**given)).body))
+
+        return await asyncio.gather(*(asyncio.create_task(one(config), context=each) for each, config in choices))
+
+    def completed(self, answer: dict) -> dict:
+        """The answer with what transformers leaves out."""
+        return answer
+
+    def new_id(self) -> str:
+        return f"{self.prefix}{uuid.uuid4().hex}"
+
+    def begin(self, body: dict) -> tuple[dict, BatchEncoding, list[tuple[Context, GenerationConfig]]]:
+        """All that precedes the answer, which may take seconds: the known fields, the settings of each answer, and the
+        prompt. A prompt that does not fit is refused here, since transformers decodes it on the event loop."""
+        body = self.known({name: value for name, value in body.items() if value is not None}, self.fields)
         self.check(body)
-        config, inputs = self.prepare(body), self.inputs(body)
-        self.manager.limit(inputs, config)
-        return body, config, inputs
+        current.get().required = self.required
+        inputs = self.inputs(body)
+        choices = [(context, context.run(self.prepare, body, i)) for i, context in enumerate(split(body.get("n", 1)))]
+        for context, config in choices:
+            context.run(self.manager.limit, inputs, config)
+        return body, inputs, choices
 
-    def known(self, body: dict) -> dict:
+    def known(self, body: dict, table: dict[str, fields.Field]) -> dict:
         """The fields that are in the table. Others are ignored."""
-        unknown = [name for name in body if name not in self.fields]
+        unknown = [name for name in body if name not in table]
         if unknown and self.strict:
             raise Refused(400, f"unknown fields: {shortened(', '.join(unknown))}", param=unknown[0][:100])
         for name in {shortened(name) for name in unknown} - self.model_manager.ignored:
             if len(self.model_manager.ignored) < MAX_LOGGED:
                 self.model_manager.ignored.add(name)
                 logger.warning("Requests have an unknown field, which is ignored: %s", name)
-        return {name: value for name, value in body.items() if name in self.fields}
+        return {name: value for name, value in body.items() if name in table}
 
     def check(self, body: dict) -> None:
         self.model_manager.check_name(body.get("model"))
@@ -112,19 +131,31 @@ class Checked:
         is_id = isinstance(token, int) or (token.isascii() and token.isdigit() and len(token) < 10)
         return is_id and 0 <= int(token) < self.vocabulary
 
-    def prepare(self, body: dict) -> GenerationConfig:
-        request, config = current.get(), self.config(body)
-        request.required, request.chat, request.seed = self.required, self.chat, body.get("seed")
+    def prepare(self, body: dict, index: int) -> GenerationConfig:
+        """Note what this answer of the request asks for."""
+        request, config, seed = current.get(), self.config(body), body.get("seed")
+        request.chat, request.seed = self.chat, (seed + index) % 2**63 if index and seed is not None else seed
         request.stops = fields.as_list(body.get("stop", []))
         request.one_call = body.get("parallel_tool_calls") is False
-        request.penalties = Penalties(
+        request.recorder, request.entries = self.recorder(body), []
+        penalties = Penalties(
             {int(token): float(value) for token, value in body.get("logit_bias", {}).items()},
             float(config.repetition_penalty or 1),
             float(body.get("presence_penalty", 0)),
             float(body.get("frequency_penalty", 0)),
         )
         config.repetition_penalty = None
+        request.changes = [each for each in (request.recorder, penalties) if each]
         return config
+
+    def recorder(self, body: dict) -> Recorder | None:
+        most = self.likeliest(body)
+        processor = self.model_manager.processor
+        return None if most is None else Recorder(most, getattr(processor, "tokenizer", processor).decode)
+
+    def likeliest(self, body: dict) -> int | None:
+        """For how many of the likeliest tokens a request wants log probabilities, besides those of its answer."""
+        return None
 
     def config(self, body: dict) -> GenerationConfig:
         """The model's own settings, with those of the request."""
@@ -157,7 +188,7 @@ class OfChats(Checked):
 
     def inputs(self, body: dict) -> BatchEncoding:
         processor, tools = self.model_manager.processor, self.tools(body)
-        messages = self.get_processor_inputs_from_messages(self.messages(body), self.modality)
+        messages = self.inputs_of(self.messages(body))
         effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
         values = prompts.variables(processor, tools, body.get("chat_template_kwargs", {}), effort)
         video = False
@@ -182,6 +213,18 @@ class OfChats(Checked):
             ids = inputs["input_ids"][0].tolist()
             current.get().cuts = cuts(messages, ids, lambda *given: flat(encode(*given, None)["input_ids"]))
         return inputs
+
+    def inputs_of(self, messages: list[dict]) -> list[dict]:
+        """transformers' own, with the reasoning, and the text before a call of a tool."""
+        made = self.get_processor_inputs_from_messages(messages, self.modality)
+        bare = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        for message, given, plain in zip(
+            made, messages, self.get_processor_inputs_from_messages(bare, self.modality), strict=True
+        ):
+            message["content"] = plain["content"]
+            if isinstance(given.get("reasoning_content"), str):
+                message["reasoning_content"] = given["reasoning_content"]
+        return made
 
     def tools(self, body: dict) -> list[dict] | None:
         return None if body.get("tool_choice") == "none" else body.get("tools") or None
@@ -212,6 +255,24 @@ class Chat(OfChats, ChatCompletionHandler):
     def messages(self, body: dict) -> list[dict]:
         return [cleaned(message) for message in body["messages"]]
 
+    def check(self, body: dict) -> None:
+        super().check(body)
+        right = body.get("logprobs") or not body.get("top_logprobs")
+        expect(right, "top_logprobs", "a value only with logprobs", body.get("top_logprobs"))
+
+    def likeliest(self, body: dict) -> int | None:
+        return body.get("top_logprobs", 0) if body.get("logprobs") else None
+
+    def completed(self, answer: dict) -> dict:
+        if current.get().recorder is not None:
+            answer["choices"][0]["logprobs"] = {"content": current.get().entries, "refusal": None}
+        return answer
+
+    def _build_chunk_sse(self, request_id: str = "", content: str | None = None, **options) -> str:
+        event = super()._build_chunk_sse(request_id, content, **options)
+        scored = isinstance(content, Scored)
+        return with_logprobs(event, {"content": content.entries, "refusal": None}) if scored else event
+
 
 class Completions(Checked, CompletionHandler):
     fields, required, prefix = fields.COMPLETIONS, "prompt", "cmpl-"
@@ -231,6 +292,18 @@ class Completions(Checked, CompletionHandler):
     def arguments(self, body: dict) -> dict:
         return {}
 
+    def likeliest(self, body: dict) -> int | None:
+        return None if body.get("logprobs") is False else body.get("logprobs")
+
+    def completed(self, answer: dict) -> dict:
+        if current.get().recorder is not None:
+            answer["choices"][0]["logprobs"] = as_text(current.get().entries)
+        return answer
+
+    def _build_chunk_sse(self, request_id: str, model_id: str, text: str = "", **options) -> str:
+        event = super()._build_chunk_sse(request_id, model_id, text, **options)
+        return with_logprobs(event, as_text(text.entries, text.start)) if isinstance(text, Scored) else event
+
 
 class Responses(OfChats, ResponseHandler):
     fields, required, prefix = fields.RESPONSES, "input", ""
@@ -248,6 +321,12 @@ class Responses(OfChats, ResponseHandler):
         return {"body": body, "tools": self.tools(body)}
 
 
+def with_logprobs(event: str, logprobs: dict) -> str:
+    value = json.loads(event.removeprefix("data: "))
+    value["choices"][0]["logprobs"] = logprobs
+    return as_event(value)
+
+
 #: An event with a count of tokens.
 COUNTED = re.compile(r'^data: (\{.*"usage": ?\{.*\})$', re.MULTILINE)
 
@@ -257,7 +336,8 @@ def with_reused(answer: dict) -> dict:
     usage = answer.get("usage") or answer.get("response", {}).get("usage") or {}
     name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
     if usage:
-        usage[name] = (usage.get(name) or {}) | {"cached_tokens": current.get().reused}
+        request = current.get()
+        usage[name] = (usage.get(name) or {}) | {"cached_tokens": (request.parts or [request])[0].reused}
     return answer
 
 

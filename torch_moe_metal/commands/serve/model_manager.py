@@ -12,8 +12,8 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from ...transformers import patch
 from ..common.loading import Source, context_of, load_model, load_tokenizer, memory
 from .fields import shortened
-from .generation import Refused
 from .harmony import HARMONY
+from .requests import Refused
 
 ANY = "*"  # the alias for every name
 
