@@ -10,10 +10,10 @@ from transformers.cli.serving.utils import Modality
 from . import anthropic_answers as answers
 from . import anthropic_requests as requests
 from . import fields, prompts
-from .fields import expect
 from .generation import length_of
-from .handlers import Chat
+from .handlers import Chat, forced_tools
 from .requests import current
+from .values import expect
 
 
 class Messages:
@@ -56,4 +56,5 @@ class CountTokens(Messages):
 
     def count(self, given: dict) -> int:
         self.chat.check(given)
+        forced_tools(given.get("tool_choice"), given.get("tools", []))
         return length_of(self.chat.inputs(given))

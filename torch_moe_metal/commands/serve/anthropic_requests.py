@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 
-from .fields import expect, refuse, shortened
+from .values import expect, refuse, shortened
 
 #: Claude Code's first block of a system prompt, which has another number in each request: no prefix would be reused.
 BILLING = "x-anthropic-billing-header"

@@ -6,28 +6,36 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError, Modality
 
+from .answers import error_body
 from .anthropic_answers import error_body as anthropic_error
 from .anthropic_handlers import CountTokens, Messages
 from .bodies import MAX_BYTES, OTHER_BYTES, parse, read, text_limit, too_long
-from .fields import expect
+from .checked import Checked
 from .generation import Generation
-from .handlers import Chat, Checked, Completions, Responses, error_body
+from .handlers import Chat, Completions, Responses
+from .metrics import memory
 from .model_manager import Models
 from .requests import STOPPED, Failed, Refused, Request, current
+from .tokens import Detokenize, Tokenize, props
+from .values import expect
 
 #: The paths of transformers' application that are kept. The others unload the model or need models of other kinds.
 KEPT = ("/v1/models", "/health")
 MESSAGES = "/v1/messages"
-OPEN = ("/health",)  # without a key
+OPEN = ("/health", "/")  # without a key
+PAGE = Path(__file__).with_name("page.html")
+#: The page loads nothing and asks this server only.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 EVERY = ("0.0.0.0", "::")  # as --host: all addresses of this machine
@@ -60,6 +68,7 @@ class Guard:
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        send = self.generation.metrics.counting(scope["path"], send)
         try:
             headers = dict(scope["headers"])
             self.check_sender(scope, headers)
@@ -151,7 +160,7 @@ def handle_errors(app: FastAPI) -> None:
         return error(request.url.path, 503, str(reason))
 
 
-def endpoint(handler: Checked | Messages, limit: int) -> Callable:
+def endpoint(handler: Checked | Messages | Tokenize, limit: int) -> Callable:
     """The handler as an endpoint that parses bodies in a thread: FastAPI would do it on the event loop."""
 
     async def answer(request: HTTPRequest):
@@ -178,6 +187,8 @@ def build(
         "/v1/responses": Responses(models, generation, strict),
         MESSAGES: Messages(chat),
         f"{MESSAGES}/count_tokens": CountTokens(chat),
+        "/tokenize": Tokenize(models),
+        "/detokenize": Detokenize(models),
     }
     app = build_server(models, *[None] * 5, generation, enable_cors=cors)
     app.router.routes[:] = [route for route in app.router.routes if route.path in KEPT]
@@ -190,12 +201,25 @@ def build(
         models.check_name(name)
         return models.entry(name)
 
+    @app.get("/props")
+    def properties() -> dict:
+        return props(models)
+
+    @app.get("/metrics")
+    def counts() -> PlainTextResponse:
+        return PlainTextResponse(generation.metrics.text(chat.manager.gauges() | memory(models.model.device)))
+
+    @app.get("/")
+    def page() -> FileResponse:
+        return FileResponse(PAGE, headers={"content-security-policy": POLICY})
+
     @app.post("/load_model")
     def load(body: dict) -> StreamingResponse:
         name = body.get("model")
         expect(isinstance(name, str), "model", "a string", name)
         return StreamingResponse(models.load_model_streaming(name), media_type="text/event-stream")
 
+    generation.metrics.paths = {route.path for route in app.router.routes}
     handle_errors(app)
     takes_images = models.get_model_modality(models.model, models.processor) != Modality.LLM
     limits = dict.fromkeys(handlers, MAX_BYTES if takes_images else of_text)

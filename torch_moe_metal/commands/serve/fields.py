@@ -9,12 +9,38 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .requests import Refused
+from .values import (
+    EFFORTS,
+    MAX_ANSWERS,
+    MAX_LIKELIEST,
+    MAX_STOP,
+    MAX_STOPS,
+    as_list,
+    expect,
+    integer,
+    is_auto,
+    is_bias,
+    is_effort,
+    is_ids,
+    is_integers,
+    is_list_of,
+    is_object,
+    is_output_config,
+    is_reasoning,
+    is_response_format,
+    is_stop,
+    is_text,
+    is_tool_choice,
+    is_typed,
+    number,
+    of_type,
+    one_of,
+    refuse,
+    shortened,
+)
 
 #: Below this temperature the likeliest token is taken: divided by much less, scores leave float32's range.
 LEAST_TEMPERATURE = 1e-5
-MAX_STOPS, MAX_STOP = 64, 256  # strings or tokens, and characters of a string
-MAX_ANSWERS, MAX_LIKELIEST = 16, 20
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 NOTHING = "nothing"
 
 
@@ -24,116 +50,10 @@ class Field(NamedTuple):
     effect: str
 
 
-def refuse(name: str, expected: str, got: object) -> None:
-    raise Refused(400, f"{name}: expected {expected}, got {shortened(got)}", param=name)
-
-
-def expect(right: bool, name: str, expected: str, got: object) -> None:
-    if not right:
-        refuse(name, expected, got)
-
-
-def shortened(value: object, length: int = 100) -> str:
-    """The value as it may stand in an error."""
-    if isinstance(value, str):
-        value = value[: length + 1]  # its repr may be ten times as long
-    text = repr(value)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-# ------------------------------------------------------------------------------------------------ values
-
-
-def of_type(kind: type | tuple[type, ...]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-def is_integer(value: object) -> bool:
-    return type(value) is int  # a bool is an int, too
-
-
-def is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**64  # not NaN either
-
-
-def is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-
-def number(low: float, high: float) -> Callable[[object], bool]:
-    return lambda value: is_number(value) and low <= value <= high
-
-
-def integer(low: int, high: int) -> Callable[[object], bool]:
-    return lambda value: is_integer(value) and low <= value <= high
-
-
-def one_of(*values: object) -> Callable[[object], bool]:
-    return lambda value: any(type(value) is type(each) and value == each for each in values)
-
-
-def is_stop(value: object) -> bool:
-    strings = as_list(value) if isinstance(value, str | list) else [None]
-    return len(strings) <= MAX_STOPS and all(isinstance(each, str) and 0 < len(each) <= MAX_STOP for each in strings)
-
-
-def as_list(value: object) -> list:
-    return value if isinstance(value, list) else [value]
-
-
-def is_effort(value: object) -> bool:
-    return isinstance(value, str) and value in EFFORTS
-
-
-def is_reasoning(value: object) -> bool:
-    """OpenAI's object of /v1/responses. The text of the reasoning is in every answer, so that no summary is made."""
-    known = {"effort": is_effort, "summary": one_of("auto"), "generate_summary": one_of("auto")}
-    known |= {"context": one_of("auto"), "mode": one_of("standard")}
-    return is_object(value, known)
-
-
-def is_object(value: object, known: dict[str, Callable[[object], bool]]) -> bool:
-    """Whether the value is an object with some of these fields; null is the same as none."""
-    given = (
-        {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {None: None}
-    )
-    return all(name in known and known[name](each) for name, each in given.items())
-
-
-def is_text_format(value: object) -> bool:
-    return is_object(value, {"type": one_of("text")}) and value != {}
-
-
-def is_text(value: object) -> bool:
-    return is_object(value, {"format": is_text_format, "verbosity": one_of("medium")})
-
-
-def is_tool_choice(value: object) -> bool:
-    return value in ("auto", "none")
-
-
-def is_typed(*kinds: str) -> Callable[[object], bool]:
-    """Whether the value is an object of one of these types."""
-    return lambda value: isinstance(value, dict) and value.get("type") in kinds
-
-
-def is_output_config(value: object) -> bool:
-    return is_object(value, {"effort": is_effort, "format": is_typed("json_schema")})
-
-
-def is_bias(value: object) -> bool:
-    return isinstance(value, dict) and all(number(-100, 100)(each) for each in value.values())
-
-
-def is_ids(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_STOPS and all(map(integer(0, 2**31 - 1), value))
-
-
-# ------------------------------------------------------------------------------------------------ tables
-
 BOOL = ("true or false", of_type(bool))
 STRING = ("a string", of_type(str))
 COUNT = ("an integer of at least 1", integer(1, 2**63 - 1))
+GRAMMAR = Field("a string: Lark, or llama.cpp's GBNF", of_type(str), "the answer has this grammar")
 LENGTH = Field(*COUNT, "the most tokens of the answer")
 
 
@@ -196,7 +116,11 @@ COMMON = {
     "tools": Field(
         "a list of functions with names", lambda value: is_list_of(value, dict), "functions that the model may call"
     ),
-    "tool_choice": Field("'auto' or 'none': others are not supported", is_tool_choice, "`none` leaves out the tools"),
+    "tool_choice": Field(
+        "'auto', 'none', 'required', or a function with its name",
+        is_tool_choice,
+        "`none` leaves out the tools, `required` forces a call, and a function a call of it",
+    ),
     "parallel_tool_calls": Field(*BOOL, "`false` ends the answer after one call"),
     "metadata": Field("an object", of_type(dict), NOTHING),
     "store": Field(*BOOL, NOTHING),
@@ -220,7 +144,10 @@ CHAT = {
     **SINGLE,
     "max_completion_tokens": LENGTH,
     "reasoning_effort": Field(f"one of {', '.join(EFFORTS)}", is_effort, "what the model's chat template makes of it"),
-    "response_format": Field('{"type": "text"}: others are not supported', is_text_format, NOTHING),
+    "response_format": Field(
+        "an object of type text, json_object or json_schema", is_response_format, "the answer has this form"
+    ),
+    "grammar": GRAMMAR,
     "logprobs": Field(*BOOL, "the log probabilities of the answer's tokens, without those of its reasoning"),
     "top_logprobs": Field(
         f"an integer from 0 to {MAX_LIKELIEST}", integer(0, MAX_LIKELIEST), "the same of the likeliest tokens"
@@ -228,7 +155,7 @@ CHAT = {
     "modalities": only(["text"]),
     "verbosity": only("medium"),
     "prediction": Field("an object", of_type(dict), "nothing: the answer is the same"),
-    "function_call": Field("'auto' or 'none'", is_tool_choice, NOTHING),
+    "function_call": Field("'auto' or 'none'", is_auto, NOTHING),
     "functions": refused("use tools"),
     "audio": refused("the model makes text only"),
     "web_search_options": refused("the server has no tools of its own"),
@@ -237,6 +164,7 @@ COMPLETIONS = {
     "prompt": Field("a string", of_type(str), "the text to continue; a list of one string is the same"),
     **SHARED,
     **SINGLE,
+    "grammar": GRAMMAR,
     "best_of": only(1),
     "echo": only(False),
     "logprobs": Field(
@@ -244,7 +172,7 @@ COMPLETIONS = {
         lambda value: value is False or integer(0, MAX_LIKELIEST)(value),
         "the log probabilities of the answer's tokens, and of so many of the likeliest ones",
     ),
-    "suffix": only("", "text is only added at the end"),
+    "suffix": Field(*STRING, "the text after the answer, if the model has tokens for it"),
 }
 RESPONSES = {
     "input": Field(
@@ -259,7 +187,7 @@ RESPONSES = {
     "reasoning": Field(
         "an object with an effort, and no summary but 'auto'", is_reasoning, "`effort`: as `reasoning_effort`"
     ),
-    "text": Field('{"format": {"type": "text"}}: others are not supported', is_text, NOTHING),
+    "text": Field("an object with a format, as `response_format`", is_text, "the answer has this form"),
     "top_logprobs": only(0, "log probabilities are not supported here"),
     "truncation": only("disabled"),
     "max_tool_calls": Field(*COUNT, "nothing: the server has no tools of its own"),
@@ -311,6 +239,13 @@ MESSAGES = {
     "container": refused("the server has no tools of its own"),
     "mcp_servers": refused("the server has no tools of its own"),
 }
+TOKENIZE = {
+    "content": Field(*STRING, "the text"),
+    "add_special": Field(*BOOL, "adds the tokens that begin a text"),
+    "with_pieces": Field(*BOOL, "the text of each token, too"),
+    "parse_special": only(True),
+}
+DETOKENIZE = {"tokens": Field("a list of token ids", is_integers, "the tokens")}
 TABLES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,

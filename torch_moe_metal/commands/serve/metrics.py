@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from resource import RUSAGE_SELF, getrusage
 
 import torch
@@ -30,13 +30,21 @@ class Metrics:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.paths: set[str] = set()  # others are counted together
         self.requests: Counter[tuple[str, int]] = Counter()
         self.counts: Counter[str] = Counter()
         self.firsts: list[int] = [0] * (len(SECONDS) + 1)  # answers with a first token, by bucket
 
-    def answered(self, path: str, status: int) -> None:
-        with self.lock:
-            self.requests[path, status] += 1
+    def counting(self, path: str, send: Callable) -> Callable:
+        """`send`, which counts a request when its answer begins."""
+
+        async def counted(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                known = path if path in self.paths else "other"
+                self.requests[known, message["status"]] += 1
+            await send(message)
+
+        return counted
 
     def generated(self, prompt: int, reused: int, times) -> None:
         """Count a generation that has ended."""

@@ -15,8 +15,8 @@ from fastapi import HTTPException
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import _get_template_variables
 
-from .fields import expect, refuse
 from .requests import Refused
+from .values import expect, refuse
 
 SECONDS = 60  # for one prompt
 MAX_VARIABLES = 65536  # characters of chat_template_kwargs as JSON

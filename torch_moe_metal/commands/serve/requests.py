@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastapi import HTTPException
 from transformers.cli.serving.utils import CBStreamer, DirectStreamer, _StreamError
 
 from .logprobs import Recorder
 from .sampling import Change
+
+if TYPE_CHECKING:
+    from .constraints import Constraint
 
 STOPPED = "the server is shutting down"
 
@@ -40,6 +44,7 @@ class Request:
     reused: int = 0  # tokens of the prompt that were not computed again
     stop: str | None = None  # the stop string that ended the answer
     recorder: Recorder | None = None
+    constraint: "Constraint | None" = None
     entries: list[dict] = field(default_factory=list)  # of a whole answer, for each token of its text
     parts: list["Request"] = field(default_factory=list)  # one for each answer, if it asks for several
     cancel: Callable[[], None] = lambda: None

@@ -35,7 +35,12 @@ class Pieces:
             self.entries.append(self.request.recorder.entry(place, token))
 
     def feed(self, item: object) -> Iterator[object]:
-        for each in self.filter.feed(item):
+        constraint = self.request.constraint
+        if item is None and constraint is not None and constraint.problem is not None:
+            yield _StreamError(constraint.problem)
+        items = self.filter.feed(item)
+        self.request.stop = self.filter.stop
+        for each in items:
             if isinstance(each, ReasoningText | ToolCall):
                 self.entries = []
             elif isinstance(each, str) and self.entries:
@@ -44,7 +49,6 @@ class Pieces:
                 self.passed += len(each)
             yield each
         if self.filter.found:
-            self.request.stop = self.filter.stop
             raise _GenerationCancelled
 
 
