@@ -49,6 +49,9 @@ def tags(form: str) -> str:
 
 HERMES = ("<tool_call>", "</tool_call>", THINK, THINK_END)
 HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|return|>", "<|constrain|>")
+DEEPSEEK = "Assistant tool▁call▁begin tool▁sep tool▁call▁end tool▁calls▁begin tool▁calls▁end end▁of▁sentence"
+KIMI = "im_assistant im_middle im_end tool_call_begin tool_call_argument_begin tool_call_end "
+KIMI += "tool_calls_section_begin tool_calls_section_end"
 FAMILIES = {
     "qwen3": Family(
         "<tool_call>",
@@ -103,8 +106,7 @@ FAMILIES = {
         "{}</think>",
         f"{deepseek('tool▁call▁begin')}the-weather.1{deepseek('tool▁sep')}{AS_JSON}{deepseek('tool▁call▁end')}",
         deepseek("end▁of▁sentence"),
-        (*map(deepseek, ("Assistant", "tool▁call▁begin", "tool▁sep", "tool▁call▁end")), THINK, THINK_END)
-        + (deepseek("tool▁calls▁begin"), deepseek("tool▁calls▁end"), deepseek("end▁of▁sentence")),
+        (THINK, THINK_END, *map(deepseek, DEEPSEEK.split())),
         "",
         deepseek("tool▁calls▁begin"),
         deepseek("tool▁calls▁end"),
@@ -126,8 +128,7 @@ FAMILIES = {
         "<think>{}</think>",
         f"<|tool_call_begin|>functions.the-weather.1:0<|tool_call_argument_begin|>{AS_JSON}<|tool_call_end|>",
         "<|im_end|>",
-        ("<|im_assistant|>", "<|im_middle|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", THINK, THINK_END)
-        + ("<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        (THINK, THINK_END, *(f"<|{name}|>" for name in KIMI.split())),
         None,
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
@@ -188,12 +189,8 @@ def test_messages_are_parsed(name: str, streamed: bool):
     thought = "which city?" if "{}" in family.thought else ""
     for calls in (0, 1, *([2] if family.between is not None else [])):
         text = "" if calls and not family.says else "one moment"
-        if not calls and name == "gpt_oss":
-            found = parse(
-                name, written(family, thought, "<|channel|>final<|message|>one moment<|return|>", 0), streamed
-            )
-        else:
-            found = parse(name, written(family, thought, text, calls) + family.ends, streamed)
+        shown = f"<|channel|>final<|message|>{text}<|return|>" if text and name == "gpt_oss" else text
+        found = parse(name, written(family, thought, shown, calls) + family.ends, streamed)
         assert found == (text, thought, [CALL] * calls), (name, calls)
 
 

@@ -1,6 +1,6 @@
 """The endpoints of OpenAI's API. transformers' handlers answer them, after a check of every field."""
 
-from transformers import BatchEncoding
+from transformers import BatchEncoding, GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
@@ -167,7 +167,13 @@ class Completions(Checked, CompletionHandler):
         return self.tokenizer(prompt, return_tensors=None if self.batched else "pt")
 
     def ends(self, body: dict, own: int | list[int] | None) -> list[int]:
-        return super().ends(body, own) + (self.infilling.ends if body.get("suffix") else [])
+        return super().ends(body, own) + (list(self.infilling.ends.values()) if body.get("suffix") else [])
+
+    def prepare(self, body: dict, index: int, inputs: BatchEncoding) -> GenerationConfig:
+        config = super().prepare(body, index, inputs)
+        if body.get("suffix"):  # some tokenizers have them as text
+            current.get().stops = [*current.get().stops, *self.infilling.ends]
+        return config
 
     def arguments(self, body: dict) -> dict:
         return {}

@@ -17,7 +17,7 @@ class Infilling:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         known = tokenizer.get_added_vocab()
         self.tokens = next((each for each in TOKENS if all(token in known for token in each)), None)
-        self.ends = [known[token] for token in ENDS if token in known]
+        self.ends = {token: known[token] for token in ENDS if token in known}
 
     def prompt(self, before: str, after: str) -> str:
         first, second, third = self.tokens
