@@ -95,7 +95,7 @@ class Constraints:
         from llguidance import LLMatcher
 
         expect(len(grammar) <= MAX_GRAMMAR, name, f"a grammar of at most {MAX_GRAMMAR:,} characters", len(grammar))
-        matcher = LLMatcher(self.known, grammar)
+        matcher = LLMatcher(self.known, grammar, log_level=0)
         if matcher.is_error():
             problem = matcher.get_error().splitlines()[0][:200]
             raise Refused(400, f"{name}: expected a grammar or schema that llguidance knows: {problem}", param=name)

@@ -235,7 +235,7 @@ MESSAGES = {
     "metadata": COMMON["metadata"],
     "service_tier": COMMON["service_tier"],
     **dict.fromkeys(("cache_control", "context_management", "diagnostics"), COMMON["metadata"]),
-    **dict.fromkeys(("inference_geo", "speed"), COMMON["service_tier"]),
+    **dict.fromkeys(("inference_geo", "speed", "user_profile_id", "workspace_id"), COMMON["service_tier"]),
     "container": refused("the server has no tools of its own"),
     "mcp_servers": refused("the server has no tools of its own"),
 }
