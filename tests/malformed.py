@@ -76,7 +76,7 @@ OF_MESSAGES = {
         *(None, [], "hello", 5, [None], [{}], [{"role": "user"}], [{"content": "hello"}]),
         *messages("hello", role="wizard"),
         *messages("hello", role="assistant"),
-        *messages(5, {}, [5], [{}], [{"type": "text"}], [{"type": "text", "text": 5}], [{"type": "image"}], "x" * 6000),
+        *messages(5, {}, [5], [{}], [{"type": "text"}], [{"type": "text", "text": 5}], [{"type": "image"}]),
         *messages([RESULT | {"tool_use_id": 5}], [RESULT | {"content": 5}], [RESULT | {"content": [5]}]),
         *messages([{"type": "document", "source": {"type": "base64", "data": "a"}}], [{"type": "search_result"}]),
         [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "{}"}]}],
@@ -141,7 +141,8 @@ WRONG = {
         "text": [5, {"format": {"type": "xml"}}, {"format": {"type": "json_schema", "name": "x"}}],
         "truncation": ["auto"],
     },
-    MESSAGES: OF_MESSAGES | {"max_tokens": [None, *LIMIT]},
+    MESSAGES: OF_MESSAGES
+    | {"max_tokens": [None, *LIMIT], "messages": [*OF_MESSAGES["messages"], *messages("x" * 6000)]},
     COUNT: OF_MESSAGES,
     TOKENIZE: {"content": [None, 5, [], {}], "add_special": ["x", 1], "with_pieces": [5, "x"]},
     DETOKENIZE: {"tokens": [None, 5, "x", ["x"], [-1], [99999], [1.5], [True], {}, *HUGE]},
