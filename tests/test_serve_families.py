@@ -12,6 +12,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, response_eve
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 import served
+from torch_moe_metal.commands.serve.calls import Rules, quoted
 from torch_moe_metal.commands.serve.constraints import Constraints
 from torch_moe_metal.commands.serve.families import UNKNOWN, deepseek, form_of
 from torch_moe_metal.commands.serve.parsing import LenientParser
@@ -260,6 +261,16 @@ def test_optional_arguments(name: str):
         assert allows(name, f"{before}{opened}{text}{closed}", tools), text
     for text in wrong:
         assert not allows(name, f"{before}{opened}{text}{closed}", tools), text
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": ["string", "null"]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}, {}]
+)
+def test_an_argument_that_may_be_a_string_has_no_quotes(schema: dict):
+    parameters = {"type": "object", "properties": {"ä": schema, "b": {"enum": ["ö"]}}, "required": ["ä", "b"]}
+    rules = Rules(lambda mark: quoted(mark), lambda mark: False)
+    rule = rules.call(form_of(FAMILIES["qwen3_5"].marks, "").call, {"name": "f", "parameters": parameters})
+    assert "ä" in rule and '("ö")' in rule and not rules.grammars and len(rules.lines) == 1
 
 
 def test_a_form_is_found_by_its_marks():

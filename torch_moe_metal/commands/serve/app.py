@@ -34,8 +34,9 @@ KEPT = ("/v1/models", "/health")
 MESSAGES = "/v1/messages"
 OPEN = ("/health", "/")  # without a key
 PAGE = Path(__file__).with_name("page.html")
-#: The page loads nothing and asks this server only.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+#: The page loads nothing, asks this server only, and is in no frame of another page.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+POLICY += "frame-ancestors 'none'"
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 EVERY = ("0.0.0.0", "::")  # as --host: all addresses of this machine

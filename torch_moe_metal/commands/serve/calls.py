@@ -4,12 +4,25 @@ import json
 
 from .families import Call
 from .requests import Refused
+from .values import as_list
 
 ANYTHING = "/(?s:.*)/"
 QUOTE = '<|"|>'
 #: A small model may write white space without an end.
 LITTLE_SPACE = {"x-guidance": {"whitespace_pattern": r"[ \t\r\n]{1,16}"}}
 NUMBERS = ("integer", "number", "boolean", "null")
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def may_be_text(schema: dict) -> bool:
+    """Whether a value of this schema may be a string."""
+    if (kinds := schema.get("type")) is not None:
+        return "string" in as_list(kinds)
+    either = schema.get("anyOf") or schema.get("oneOf")
+    return not either or any(map(may_be_text, either))
 
 
 class Rules:
@@ -32,7 +45,7 @@ class Rules:
         if self.is_special(mark.strip()):
             return f"{ANYTHING} {self.mark(mark.lstrip())}"
         name = f"text_{len(self.lines)}"
-        self.lines.append(f"{name}[suffix={json.dumps(mark.strip())}]: {ANYTHING}")
+        self.lines.append(f"{name}[suffix={quoted(mark.strip())}]: {ANYTHING}")
         return f'{name} "\\n"?'
 
     def call(self, form: Call, function: dict) -> str:
@@ -49,7 +62,7 @@ class Rules:
     def tags(self, around: tuple[str, str], parameters: dict) -> str:
         found = []
         for key, schema in parameters.get("properties", {}).items():
-            value = self.tagged(around[1], schema, parameters)
+            value = self.tagged(around[1], schema if isinstance(schema, dict) else {}, parameters)
             one = f"{self.mark(around[0].format(key=key))} {value}"
             found.append(one if key in parameters.get("required", ()) else f"({one})?")
         return " ".join(found)
@@ -58,8 +71,8 @@ class Rules:
         """A value and the mark after it. Strings have no quotes."""
         words = schema.get("enum", [schema["const"]] if "const" in schema else [])
         if words and all(isinstance(each, str) for each in words):
-            return f"({' | '.join(map(json.dumps, words))}) {self.mark(close)}"
-        if schema.get("type", "string") == "string":
+            return f"({' | '.join(map(quoted, words))}) {self.mark(close)}"
+        if may_be_text(schema):
             return self.until(close)
         return f"{self.schema(schema, root)} {self.mark(close)}"
 
@@ -68,7 +81,7 @@ class Rules:
         quote, kind = self.mark(QUOTE), schema.get("type")
         words = schema.get("enum", [schema["const"]] if "const" in schema else [])
         if words and all(isinstance(each, str) for each in words):
-            return f"{quote} ({' | '.join(map(json.dumps, words))}) {quote}"
+            return f"{quote} ({' | '.join(map(quoted, words))}) {quote}"
         if kind == "string":
             return f"{quote} {self.until(QUOTE)}"
         if kind == "array":

@@ -14,7 +14,7 @@ import torch
 from transformers.cli.serving.utils import build_response_parser
 from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
-from .calls import ANYTHING, LITTLE_SPACE, Rules
+from .calls import ANYTHING, LITTLE_SPACE, Rules, quoted
 from .requests import Refused
 from .values import expect
 
@@ -130,7 +130,7 @@ class Constraints:
 
 
 def literal(text: str) -> str:
-    return ' "\\n"? '.join(json.dumps(each, ensure_ascii=False) if each else "" for each in text.split("\n"))
+    return ' "\\n"? '.join(quoted(each) if each else "" for each in text.split("\n"))
 
 
 def content(form: dict) -> dict | None:

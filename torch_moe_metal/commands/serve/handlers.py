@@ -145,6 +145,11 @@ class Chat(OfChats, ChatCompletionHandler):
 class Completions(Checked, CompletionHandler):
     fields, required, prefix = fields.COMPLETIONS, "prompt", "cmpl-"
 
+    def __init__(self, models, generation, strict: bool = False):
+        super().__init__(models, generation, strict)
+        self.tokenizer = getattr(models.processor, "tokenizer", models.processor)
+        self.infilling = Infilling(self.tokenizer)
+
     async def handle_request(self, body: dict, request_id: str):
         return as_openai_stream(await super().handle_request(body, request_id))
 
@@ -152,11 +157,6 @@ class Completions(Checked, CompletionHandler):
         prompt = body.get("prompt")
         one = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str)
         return super().begin(body | {"prompt": prompt[0]} if one else body)
-
-    def __init__(self, models, generation, strict: bool = False):
-        super().__init__(models, generation, strict)
-        self.tokenizer = getattr(models.processor, "tokenizer", models.processor)
-        self.infilling = Infilling(self.tokenizer)
 
     def inputs(self, body: dict) -> BatchEncoding:
         prompt, after = body["prompt"], body.get("suffix")
