@@ -73,10 +73,13 @@ def test_several_answers(server):
 
 
 def test_a_client_that_leaves_ends_all_answers(server):
-    parts = chat(server, n=4, max_tokens=1500, stream=True)
+    parts = chat(server, n=4, max_tokens=1900, stream=True)
     next(iter(parts))
     parts.close()
-    assert server.becomes_idle()
+    assert server.becomes_idle(3)
+    with pytest.raises(openai.APITimeoutError):
+        chat(server, n=4, max_tokens=1900, timeout=0.5)
+    assert server.becomes_idle(3)
 
 
 # ------------------------------------------------------------------------------------------------ log probabilities
