@@ -4,8 +4,10 @@ import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import anthropic
+import pydantic
 import pytest
 
 import malformed
@@ -135,6 +137,16 @@ def test_forced_calls_and_forms(server):
     form = {"format": {"type": "json_schema", "schema": TOOLS[0]["input_schema"]}}
     message = ask(server, output_config=form, max_tokens=200)
     assert message.stop_reason == "end_turn" and list(json.loads(message.content[0].text)) == ["city"]
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Rome", "Paris"]
+    size: Literal[1, 2]
+
+
+def test_the_client_parses_a_model(server):
+    options = {"model": server.model, "messages": HELLO, "max_tokens": 200}
+    assert isinstance(client(server).messages.parse(**options, output_format=City).parsed_output, City)
 
 
 def test_errors_have_anthropic_s_form(server):

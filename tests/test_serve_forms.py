@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import served
-from served import chat, client, collect, text_of
+from served import HELLO, chat, client, collect, text_of
 from tiny_models import tiny_model
 from torch_moe_metal.commands.common.loading import Source
 
@@ -68,6 +70,21 @@ def test_an_answer_has_its_schema(server):
     assert checked(chat(server, response_format=FORM, max_tokens=3), SCHEMA) == "length"
     answer = chat(server, response_format={"type": "json_object"}, max_tokens=40)
     assert text_of(answer).startswith("{")
+
+
+class Step(pydantic.BaseModel):
+    kind: Literal["sum", "product"]
+    digits: list[Literal[1, 2, 3]] = pydantic.Field(max_length=3)
+    right: bool | None
+
+
+def test_the_client_parses_a_model(server):
+    options = {"model": server.model, "temperature": 0}
+    answer = client(server).chat.completions.parse(**options, messages=HELLO, response_format=Step)
+    assert isinstance(answer.choices[0].message.parsed, Step)
+    assert isinstance(client(server).responses.parse(**options, input="hello", text_format=Step).output_parsed, Step)
+    with client(server).chat.completions.stream(**options, messages=HELLO, response_format=Step) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Step)
 
 
 def test_responses_have_a_schema(server):
