@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 
 import psutil
+from anthropic.types.message_create_params import MessageCreateParamsStreaming as MessageFields
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatFields
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as TextFields
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseFields
@@ -30,18 +31,26 @@ from transformers import GenerationConfig
 import served
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 RIGHT = {
     CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
     TEXT: {"prompt": "hello", "max_tokens": 2},
     RESPONSES: {"input": "hello", "max_output_tokens": 2},
+    MESSAGES: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    COUNT: {"messages": [{"role": "user", "content": "hello"}]},
+    TOKENIZE: {"content": "hello"},
+    DETOKENIZE: {"tokens": [1, 2]},
 }
 #: Fields of other servers, of transformers, and of none.
 OTHERS = ["top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "seed", "stop", "generation_config"]
-OTHERS += ["chat_template_kwargs", "think", "cache_prompt", "\ud800", "x" * 2000]
+OTHERS += ["grammar", "chat_template_kwargs", "think", "cache_prompt", "\ud800", "x" * 2000]
 FIELDS = {
     path: sorted({*fields.__mutable_keys__, *OTHERS})
-    for path, fields in ((CHAT, ChatFields), (TEXT, TextFields), (RESPONSES, ResponseFields))
+    for path, fields in ((CHAT, ChatFields), (TEXT, TextFields), (RESPONSES, ResponseFields), (MESSAGES, MessageFields))
 }
+FIELDS |= {COUNT: FIELDS[MESSAGES], TOKENIZE: ["content", "add_special", "with_pieces", "parse_special", "x"]}
+FIELDS |= {DETOKENIZE: ["tokens", "x"]}
 NUMBERS = [0, 1, -1, 2, 0.5, 1.0, 1e-38, 1e-45, 1e-5, -1e-38, 1e38, 1e300, 10**30, -(10**30), 2**31, 2**63, 2**64]
 NUMBERS += [float("inf"), float("-inf"), float("nan"), -2, 100, 96, 99999]
 TEXTS = [
@@ -64,6 +73,13 @@ SCALARS = [None, True, False, *NUMBERS, *TEXTS]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 EFFORTS = ["none", "minimal", "low", "medium", "high", "xhigh", "max", "banana"]
 CHOICES = ["none", "auto", "required", TOOL, {"type": "function", "function": {"name": "g"}}, {"type": "allowed_tools"}]
+CHOICES += [{"type": "any"}, {"type": "tool", "name": "f"}, {"type": "auto", "disable_parallel_tool_use": True}]
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", 5]}}, "required": ["a"], "additionalProperties": False}
+WRONG_SCHEMAS = [{"type": "wat"}, {"not": {}}, {"$ref": "#/x"}, {"pattern": "("}, {"anyOf": []}, {"enum": []}]
+EVERY_SCHEMA = [SCHEMA, {}, *WRONG_SCHEMAS]
+SCHEMAS = [{"type": "json_schema", "json_schema": {"name": "x", "schema": each}} for each in EVERY_SCHEMA]
+TEXT_FORMS = [{"format": {"type": "json_schema", "name": "x", "schema": each}} for each in EVERY_SCHEMA]
+TOOL_OF_CLAUDE = {"name": "f", "input_schema": SCHEMA}
 #: Likely values, right and wrong.
 LIKELY = {
     "temperature": [0, 1e-38, 1e-7, 0.01, 0.7, 1, 2],
@@ -80,9 +96,16 @@ LIKELY = {
     "ignore_eos": [True, False],
     "stream": [True, False],
     "stream_options": [{}, {"include_usage": True}, {"include_usage": "yes"}],
-    "n": [1, 2],
-    "logprobs": [False, True, 1],
-    "top_logprobs": [0, 5],
+    "n": [1, 2, 3, 17],
+    "logprobs": [False, True, 1, 5, 21],
+    "top_logprobs": [0, 5, 20, 21],
+    "grammar": ['root ::= "a" | "bc"', 'start: "a" | /b+/', "start: x", "", "root ::= ("],
+    "system": ["be brief", [{"type": "text", "text": "a"}], [{"type": "image"}]],
+    "stop_sequences": [[], ["e"], ["a"] * 65],
+    "thinking": [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "x"}],
+    "output_config": [{}, {"effort": "low"}, {"format": {"type": "json_schema", "schema": SCHEMA}}],
+    "content": ["hello", "", "é\x00", "<|im_end|>"],
+    "tokens": [[], [1, 2], [10**9], [-1]],
     "tools": [
         [],
         [TOOL],
@@ -90,13 +113,14 @@ LIKELY = {
         [{"type": "function"}],
         [{"type": "web_search"}],
         [{"type": "function", "name": "f"}],
+        [TOOL_OF_CLAUDE],
     ],
     "tool_choice": CHOICES,
     "parallel_tool_calls": [True, False],
     "reasoning_effort": EFFORTS,
     "reasoning": [{}, *({"effort": each} for each in EFFORTS), {"summary": "auto"}],
-    "response_format": [{"type": "text"}, {"type": "json_object"}],
-    "text": [{}, {"format": {"type": "text"}}, {"verbosity": "low"}, {"format": {"type": "json_schema"}}],
+    "response_format": [{"type": "text"}, {"type": "json_object"}, *SCHEMAS],
+    "text": [{}, {"format": {"type": "text"}}, {"verbosity": "low"}, {"format": {"type": "json_schema"}}, *TEXT_FORMS],
     "modalities": [["text"], ["audio"]],
     "metadata": [{}, {"a": "b"}],
     "store": [True, False],
@@ -125,6 +149,19 @@ def anything(rng: Random, depth: int = 0) -> object:
     return {rng.choice(["type", "a", "5", "function", "name", ""]): anything(rng, depth + 1) for _ in range(3)}
 
 
+#: Of Anthropic's messages.
+BLOCKS = [
+    {"type": "text", "text": "a"},
+    {"type": "tool_result", "tool_use_id": "a", "content": "b"},
+    {"type": "tool_use", "id": "a", "name": "f", "input": {}},
+    {"type": "thinking", "thinking": "hm", "signature": ""},
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "a"}},
+    {"type": "document", "source": {"type": "text", "data": "a"}},
+    {"type": "text", "text": 5},
+    {"type": "tool_result"},
+]
+
+
 def message(rng: Random) -> object:
     if rng.random() < 0.1:
         return anything(rng)
@@ -135,6 +172,8 @@ def message(rng: Random) -> object:
     if rng.random() < 0.3:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": rng.choice(["{}", "{", 5, {}])}}
         drawn["tool_calls"] = rng.choice([None, [], [call], [call, anything(rng)], anything(rng)])
+    if rng.random() < 0.1:
+        drawn["content"] = rng.choices(BLOCKS, k=2)
     return drawn | ({"name": anything(rng)} if rng.random() < 0.1 else {})
 
 
@@ -170,15 +209,17 @@ def draw(seed: int, number: int) -> tuple[str, object]:
     rng = Random(f"{seed} {number}")
     if rng.random() < 0.03:
         return "/load_model", {"model": anything(rng)}
-    path = rng.choice([CHAT, CHAT, TEXT, RESPONSES])
+    path = rng.choice([CHAT, CHAT, TEXT, RESPONSES, MESSAGES, MESSAGES, COUNT, TOKENIZE, DETOKENIZE])
     if rng.random() < 0.02:
         return path, anything(rng)
-    names = rng.sample(FIELDS[path], rng.choice([1, 1, 2, 3, 6]))
+    names = rng.sample(FIELDS[path], min(rng.choice([1, 1, 2, 3, 6]), len(FIELDS[path])))
     body = RIGHT[path] | {name: value(rng, name) for name in names}
     return path, body if "stream" in names else body | {"stream": rng.random() < 0.4}
 
 
 # ------------------------------------------------------------------------------------------------ answers
+
+RESULTS = {COUNT: "input_tokens", TOKENIZE: "tokens", DETOKENIZE: "content"}
 
 
 def ask(base: str, path: str, body: object = None, timeout: float = 60) -> tuple[int, str]:
@@ -195,18 +236,28 @@ def ask(base: str, path: str, body: object = None, timeout: float = 60) -> tuple
 def check(path: str, body: object, status: int, answer: str) -> None:
     if 400 <= status < 500:
         error = json.loads(answer)["error"]
-        assert error["message"] and error["type"] == "invalid_request_error", "not an error of the API"
-        assert set(error) == {"message", "type", "param", "code"}, "not an error of the API"
+        if path in (MESSAGES, COUNT):
+            assert error["type"].endswith("_error") and set(error) == {"message", "type"}, "not an error of the API"
+        else:
+            assert set(error) == {"message", "type", "param", "code"}, "not an error of the API"
+            assert error["type"] == "invalid_request_error", "not an error of the API"
+        assert error["message"], "not an error of the API"
         assert len(answer) < 1000, "a long error"
     else:
         assert 200 <= status < 300, f"status {status}"
         if path == "/load_model":
             return
-        if body.get("stream") is True:
+        if path in RESULTS:
+            assert RESULTS[path] in json.loads(answer), "an empty answer"
+        elif body.get("stream") is True and path == MESSAGES:
+            assert answer.startswith("event: message_start") and "_error" not in answer, "an error in a stream"
+            assert '"type": "message_stop"' in answer, "a stream without an end"
+        elif body.get("stream") is True:
             assert answer.startswith(("data: ", "event: ")) and "_error" not in answer, "an error in a stream"
             assert path == RESPONSES or answer.endswith("data: [DONE]\n\n"), "a stream without an end"
         else:
-            assert json.loads(answer)["output" if path == RESPONSES else "choices"], "an empty answer"
+            name = {RESPONSES: "output", MESSAGES: "content"}.get(path, "choices")
+            assert json.loads(answer)[name], "an empty answer"
 
 
 def fault(base: str, seed: int, number: int) -> str | None:

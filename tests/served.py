@@ -49,7 +49,7 @@ TEMPLATE = (
 def tokenizer(pieces: Sequence[str] = (), template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """A tokenizer with a token for each ASCII letter, and for each of these pieces."""
     made = Tokenizer(BPE({word: i for i, word in enumerate([*LETTERS, *SPECIAL])}, []))
-    made.decoder = decoders.Fuse()
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # which llguidance knows
     made.add_special_tokens(SPECIAL)
     made.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     return PreTrainedTokenizerFast(

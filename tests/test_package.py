@@ -104,6 +104,7 @@ BROKEN = {
     "another release": (put(f"{PACKAGE}/__init__.py", b"__version__ = ", b'__version__ = "9"#'), "version is"),
     "no licence": (lambda files: files.pop(f"{INFO}/licenses/LICENSE"), "LICENSE is missing"),
     "no py.typed": (lambda files: files.pop(f"{PACKAGE}/py.typed"), "py.typed is missing"),
+    "no page": (lambda files: files.pop(f"{PACKAGE}/commands/serve/page.html"), "page.html is missing"),
     "a module too few": (lambda files: files.pop(f"{PACKAGE}/commands/bench/calls.py"), "bench/calls.py is missing"),
     "a library too few": (lambda files: files.pop(f"{PACKAGE}/_cpu_default.so"), "_cpu_default.so is missing"),
     "a tool in it": (lambda files: files.update({"tools/bench_mlx.py": b""}), "tools/bench_mlx.py does not belong"),

@@ -32,7 +32,7 @@ from torch_moe_metal.commands.command_line import main
 from torch_moe_metal.commands.common import cli
 from torch_moe_metal.commands.common.cli import CannotRun
 from torch_moe_metal.commands.common.loading import Source
-from torch_moe_metal.commands.serve.model_manager import HARMONY
+from torch_moe_metal.commands.serve.harmony import HARMONY
 from torch_moe_metal.commands.serve.sampling import QuickTopK, Seeded, draw, quick, sampling
 from torch_moe_metal.commands.serve.stopping import StopFilter
 

@@ -19,7 +19,7 @@ from torch_moe_metal.commands.common.loading import Source
 from torch_moe_metal.commands.serve import connections
 from torch_moe_metal.commands.serve.app import Guard
 from torch_moe_metal.commands.serve.bodies import MAX_BYTES, OTHER_BYTES, parse, text_limit
-from torch_moe_metal.commands.serve.generation import Refused
+from torch_moe_metal.commands.serve.requests import Refused
 
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 import fuzz_serve
 import served
-from fuzz_serve import CHAT, RESPONSES, RIGHT, TEXT, TOOL
+from fuzz_serve import CHAT, MESSAGES, RESPONSES, RIGHT, TEXT, TOOL
 from served import HELLO, LONG, chat, client, collect, raw, text_of
 from torch_moe_metal.commands.common.loading import Source
 from torch_moe_metal.commands.serve import fields, prompts
@@ -215,7 +215,9 @@ def test_values_that_ask_for_nothing_are_accepted(server, plain):
         (CHAT, "tool_choice", "required"),
         (CHAT, "tool_choice", {"type": "function", "function": {"name": "missing"}}),
         (CHAT, "top_logprobs", 3),
-        (CHAT, "logprobs", True),
+        (CHAT, "logprobs", 5),
+        (CHAT, "n", 17),
+        (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
         (CHAT, "reasoning_effort", "banana"),
         (CHAT, "verbosity", "low"),
         (CHAT, "functions", [{"name": "f"}]),
@@ -230,7 +232,7 @@ def test_values_that_ask_for_nothing_are_accepted(server, plain):
         (RESPONSES, "truncation", "auto"),
         (RESPONSES, "include", ["reasoning.encrypted_content"]),
         (RESPONSES, "tool_choice", {"type": "web_search"}),
-        (RESPONSES, "text", {"format": {"type": "json_object"}}),
+        (RESPONSES, "text", {"format": {"type": "xml"}}),
         (RESPONSES, "reasoning", {"effort": "banana"}),
     ],
 )
@@ -247,9 +249,10 @@ def test_settings_of_generate_alone_are_refused_by_continuous_batching(server):
         assert send(server, CHAT, generation_config=config)[0] == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
-def test_the_tables_have_every_field_of_openai_s_client(path: str):
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES])
+def test_the_tables_have_every_field_of_the_clients(path: str):
     known = {CHAT: fuzz_serve.ChatFields, TEXT: fuzz_serve.TextFields, RESPONSES: fuzz_serve.ResponseFields}
+    known |= {MESSAGES: fuzz_serve.MessageFields}
     assert known[path].__mutable_keys__ <= fields.TABLES[path].keys()
 
 

@@ -154,7 +154,7 @@ class Wheel:
 
     def contents(self, cpu_isas: set[str]) -> Iterator[str]:
         """The wheel must contain the checkout's modules, this platform's libraries, and nothing else."""
-        modules = [p for p in (ROOT / PACKAGE).rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
+        modules = [p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in (".py", ".html") or p.name == "py.typed"]
         wanted = {str(PurePosixPath(p.relative_to(ROOT))) for p in modules}
         wanted |= {f"{PACKAGE}/{library}.so" for library in {"_C", *(f"_cpu_{isa}" for isa in cpu_isas)}}
         of_info = ("METADATA", "WHEEL", "RECORD", "top_level.txt", "licenses/LICENSE")

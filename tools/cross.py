@@ -295,7 +295,7 @@ def write_wheel(version: str, built: dict[str, Path]) -> Path:
     folder.mkdir(parents=True)
     info = package_metadata(version)
     name = next(iter(info)).split("/")[0]
-    package = [p for p in (ROOT / "torch_moe_metal").rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
+    package = [p for p in (ROOT / "torch_moe_metal").rglob("*") if p.suffix in (".py", ".html") or p.name == "py.typed"]
     files = {str(path.relative_to(ROOT)): path.read_bytes() for path in sorted(package)}
     files |= {f"torch_moe_metal/{lib}.so": path.read_bytes() for lib, path in built.items() if lib != "planted"}
     files |= info

@@ -1,4 +1,4 @@
-"""Serve a model to OpenAI's clients: editors, agents, chat windows.
+"""Serve a model to the clients of OpenAI's and Anthropic's APIs: editors, agents, chat windows.
 
 The server is transformers' own (`transformers serve`). The model is loaded through this package, with its quantised
 weights as they are, and patched. The server listens once the model is loaded and has generated its first tokens.
@@ -102,6 +102,7 @@ def serve(source, options: Namespace, listening: socket.socket) -> int:
     if host not in LOCAL and not options.api_key:
         say("Warning: anyone who can reach this machine can use the model. Set a key with --api-key.")
     shown = f"[{host}]" if ":" in host else host
-    description = f"{source.name} at http://{shown}:{port}/v1; Ctrl-C stops it"
+    address = f"http://{shown}:{port}"
+    description = f"{source.name} at {address}/v1; {address} in a browser is a page to chat with it; Ctrl-C stops it"
     Server(config(app, options.log_level), generation, description).run([listening])
     return 0

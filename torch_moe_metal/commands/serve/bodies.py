@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
-from .generation import Refused
+from .requests import Refused
 
 MAX_BYTES = 64 << 20  # of a body, with images
 OTHER_BYTES = 64 << 10  # of text that is not part of the prompt, and of requests without a prompt

@@ -8,12 +8,39 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .generation import Refused
+from .requests import Refused
+from .values import (
+    EFFORTS,
+    MAX_ANSWERS,
+    MAX_LIKELIEST,
+    MAX_STOP,
+    MAX_STOPS,
+    as_list,
+    expect,
+    integer,
+    is_auto,
+    is_bias,
+    is_effort,
+    is_ids,
+    is_integers,
+    is_list_of,
+    is_object,
+    is_output_config,
+    is_reasoning,
+    is_response_format,
+    is_stop,
+    is_text,
+    is_tool_choice,
+    is_typed,
+    number,
+    of_type,
+    one_of,
+    refuse,
+    shortened,
+)
 
 #: Below this temperature the likeliest token is taken: divided by much less, scores leave float32's range.
 LEAST_TEMPERATURE = 1e-5
-MAX_STOPS, MAX_STOP = 64, 256  # strings or tokens, and characters of a string
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 NOTHING = "nothing"
 
 
@@ -23,107 +50,10 @@ class Field(NamedTuple):
     effect: str
 
 
-def refuse(name: str, expected: str, got: object) -> None:
-    raise Refused(400, f"{name}: expected {expected}, got {shortened(got)}", param=name)
-
-
-def expect(right: bool, name: str, expected: str, got: object) -> None:
-    if not right:
-        refuse(name, expected, got)
-
-
-def shortened(value: object, length: int = 100) -> str:
-    """The value as it may stand in an error."""
-    if isinstance(value, str):
-        value = value[: length + 1]  # its repr may be ten times as long
-    text = repr(value)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-# ------------------------------------------------------------------------------------------------ values
-
-
-def of_type(kind: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-def is_integer(value: object) -> bool:
-    return type(value) is int  # a bool is an int, too
-
-
-def is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**64  # not NaN either
-
-
-def is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-
-def number(low: float, high: float) -> Callable[[object], bool]:
-    return lambda value: is_number(value) and low <= value <= high
-
-
-def integer(low: int, high: int) -> Callable[[object], bool]:
-    return lambda value: is_integer(value) and low <= value <= high
-
-
-def one_of(*values: object) -> Callable[[object], bool]:
-    return lambda value: any(type(value) is type(each) and value == each for each in values)
-
-
-def is_stop(value: object) -> bool:
-    strings = as_list(value) if isinstance(value, str | list) else [None]
-    return len(strings) <= MAX_STOPS and all(isinstance(each, str) and 0 < len(each) <= MAX_STOP for each in strings)
-
-
-def as_list(value: object) -> list:
-    return value if isinstance(value, list) else [value]
-
-
-def is_effort(value: object) -> bool:
-    return isinstance(value, str) and value in EFFORTS
-
-
-def is_reasoning(value: object) -> bool:
-    """OpenAI's object of /v1/responses. The text of the reasoning is in every answer, so that no summary is made."""
-    known = {"effort": is_effort, "summary": one_of("auto"), "generate_summary": one_of("auto")}
-    known |= {"context": one_of("auto"), "mode": one_of("standard")}
-    return is_object(value, known)
-
-
-def is_object(value: object, known: dict[str, Callable[[object], bool]]) -> bool:
-    """Whether the value is an object with some of these fields; null is the same as none."""
-    given = (
-        {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {None: None}
-    )
-    return all(name in known and known[name](each) for name, each in given.items())
-
-
-def is_text_format(value: object) -> bool:
-    return is_object(value, {"type": one_of("text")}) and value != {}
-
-
-def is_text(value: object) -> bool:
-    return is_object(value, {"format": is_text_format, "verbosity": one_of("medium")})
-
-
-def is_tool_choice(value: object) -> bool:
-    return value in ("auto", "none")
-
-
-def is_bias(value: object) -> bool:
-    return isinstance(value, dict) and all(number(-100, 100)(each) for each in value.values())
-
-
-def is_ids(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_STOPS and all(map(integer(0, 2**31 - 1), value))
-
-
-# ------------------------------------------------------------------------------------------------ tables
-
 BOOL = ("true or false", of_type(bool))
 STRING = ("a string", of_type(str))
 COUNT = ("an integer of at least 1", integer(1, 2**63 - 1))
+GRAMMAR = Field("a string: Lark, or llama.cpp's GBNF", of_type(str), "the answer has this grammar")
 LENGTH = Field(*COUNT, "the most tokens of the answer")
 
 
@@ -186,9 +116,12 @@ COMMON = {
     "tools": Field(
         "a list of functions with names", lambda value: is_list_of(value, dict), "functions that the model may call"
     ),
-    "tool_choice": Field("'auto' or 'none': others are not supported", is_tool_choice, "`none` leaves out the tools"),
+    "tool_choice": Field(
+        "'auto', 'none', 'required', or a function with its name",
+        is_tool_choice,
+        "`none` leaves out the tools, `required` forces a call, and a function a call of it",
+    ),
     "parallel_tool_calls": Field(*BOOL, "`false` ends the answer after one call"),
-    "top_logprobs": only(0, "log probabilities are not supported"),
     "metadata": Field("an object", of_type(dict), NOTHING),
     "store": Field(*BOOL, NOTHING),
     "service_tier": Field(*STRING, NOTHING),
@@ -199,7 +132,7 @@ COMMON = {
     "moderation": refused("moderation is not supported"),
 }
 SINGLE = {
-    "n": only(1),
+    "n": Field(f"an integer from 1 to {MAX_ANSWERS}", integer(1, MAX_ANSWERS), "answers, each with a seed of its own"),
     "max_tokens": LENGTH,
 }
 CHAT = {
@@ -211,12 +144,18 @@ CHAT = {
     **SINGLE,
     "max_completion_tokens": LENGTH,
     "reasoning_effort": Field(f"one of {', '.join(EFFORTS)}", is_effort, "what the model's chat template makes of it"),
-    "response_format": Field('{"type": "text"}: others are not supported', is_text_format, NOTHING),
-    "logprobs": only(False, "log probabilities are not supported"),
+    "response_format": Field(
+        "an object of type text, json_object or json_schema", is_response_format, "the answer has this form"
+    ),
+    "grammar": GRAMMAR,
+    "logprobs": Field(*BOOL, "the log probabilities of the answer's tokens, without those of its reasoning"),
+    "top_logprobs": Field(
+        f"an integer from 0 to {MAX_LIKELIEST}", integer(0, MAX_LIKELIEST), "the same of the likeliest tokens"
+    ),
     "modalities": only(["text"]),
     "verbosity": only("medium"),
     "prediction": Field("an object", of_type(dict), "nothing: the answer is the same"),
-    "function_call": Field("'auto' or 'none'", is_tool_choice, NOTHING),
+    "function_call": Field("'auto' or 'none'", is_auto, NOTHING),
     "functions": refused("use tools"),
     "audio": refused("the model makes text only"),
     "web_search_options": refused("the server has no tools of its own"),
@@ -225,10 +164,15 @@ COMPLETIONS = {
     "prompt": Field("a string", of_type(str), "the text to continue; a list of one string is the same"),
     **SHARED,
     **SINGLE,
+    "grammar": GRAMMAR,
     "best_of": only(1),
     "echo": only(False),
-    "logprobs": only(False, "log probabilities are not supported"),
-    "suffix": only("", "text is only added at the end"),
+    "logprobs": Field(
+        f"an integer from 0 to {MAX_LIKELIEST}",
+        lambda value: value is False or integer(0, MAX_LIKELIEST)(value),
+        "the log probabilities of the answer's tokens, and of so many of the likeliest ones",
+    ),
+    "suffix": Field(*STRING, "the text after the answer, if the model has tokens for it"),
 }
 RESPONSES = {
     "input": Field(
@@ -243,7 +187,8 @@ RESPONSES = {
     "reasoning": Field(
         "an object with an effort, and no summary but 'auto'", is_reasoning, "`effort`: as `reasoning_effort`"
     ),
-    "text": Field('{"format": {"type": "text"}}: others are not supported', is_text, NOTHING),
+    "text": Field("an object with a format, as `response_format`", is_text, "the answer has this form"),
+    "top_logprobs": only(0, "log probabilities are not supported here"),
     "truncation": only("disabled"),
     "max_tool_calls": Field(*COUNT, "nothing: the server has no tools of its own"),
     "background": only(False),
@@ -256,7 +201,57 @@ RESPONSES = {
     "access_programs": refused("the server has no tools of its own"),
     "image": refused("the model makes text only"),
 }
-TABLES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
+MESSAGES = {
+    "messages": Field(
+        "a list of messages, at least one", lambda value: isinstance(value, list) and value != [], "the conversation"
+    ),
+    **{name: SHARED[name] for name in ("model", "stream", "top_p", "top_k")},
+    "max_tokens": Field(*COUNT, "the most tokens of the answer; required"),
+    "system": Field("a string or a list of texts", of_type((str, list)), "the system message"),
+    "temperature": Field(
+        "a number from 0 to 1", number(0, 1), f"how random the answer is; below {LEAST_TEMPERATURE:.5f} not at all"
+    ),
+    "stop_sequences": Field(
+        f"a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP} characters",
+        lambda value: isinstance(value, list) and is_stop(value),
+        "ends the answer before one of them; does not apply to reasoning",
+    ),
+    "tools": Field("a list of tools of the client", lambda value: is_list_of(value, dict), COMMON["tools"].effect),
+    "tool_choice": Field(
+        "an object of type auto, any, tool or none",
+        is_typed("auto", "any", "tool", "none"),
+        "`any` forces a call, `tool` a call of this tool; `disable_parallel_tool_use` ends the answer after one call",
+    ),
+    "thinking": Field(
+        "an object of type enabled, adaptive, between_tools or disabled",
+        is_typed("enabled", "adaptive", "between_tools", "disabled"),
+        "sets the template's `enable_thinking`, and whether the answer has the reasoning; its budget has no effect",
+    ),
+    "output_config": Field(
+        "an object with an effort, and a format of type json_schema",
+        is_output_config,
+        "`effort`: as `reasoning_effort`; `format`: as `response_format`",
+    ),
+    "metadata": COMMON["metadata"],
+    "service_tier": COMMON["service_tier"],
+    **dict.fromkeys(("cache_control", "context_management", "diagnostics"), COMMON["metadata"]),
+    **dict.fromkeys(("inference_geo", "speed", "user_profile_id", "workspace_id"), COMMON["service_tier"]),
+    "container": refused("the server has no tools of its own"),
+    "mcp_servers": refused("the server has no tools of its own"),
+}
+TOKENIZE = {
+    "content": Field(*STRING, "the text"),
+    "add_special": Field(*BOOL, "adds the tokens that begin a text"),
+    "with_pieces": Field(*BOOL, "the text of each token, too"),
+    "parse_special": only(True),
+}
+DETOKENIZE = {"tokens": Field("a list of token ids", is_integers, "the tokens")}
+TABLES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
 
 #: What a generation_config may set, by transformers' names.
 SETTINGS = {

@@ -1,19 +1,6 @@
-"""Requests: transformers' handlers answer them, after a check of every field."""
+"""The endpoints of OpenAI's API. transformers' handlers answer them, after a check of every field."""
 
-import contextlib
-import copy
-import functools
-import json
-import logging
-import re
-import uuid
-from collections.abc import AsyncIterator
-
-from fastapi import HTTPException
-from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
 from transformers import BatchEncoding, GenerationConfig
-from transformers.cli.serving import chat_completion, completion, response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
@@ -21,133 +8,15 @@ from transformers.cli.serving.utils import Modality
 
 from ..common.prefixes import cuts
 from . import fields, prompts
-from .fields import expect, shortened
-from .generation import Refused, current
-from .messages import check_conversation
-from .parsing import LenientTokenizer
-from .sampling import Penalties
+from .answers import as_openai_stream, with_logprobs
+from .checked import Checked, flat, ids_of
+from .constraints import Constraint, content, lark
+from .infilling import Infilling
+from .logprobs import Scored, as_text
+from .requests import current
+from .values import expect
 
-logger = logging.getLogger("uvicorn.error")
-MAX_LOGGED = 100  # names of ignored fields
-#: A request with one of these draws its tokens.
-DRAWN = ("temperature", "top_p", "top_k", "min_p")
-LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # the first one counts
-FLOATS = ("temperature", "top_p", "min_p", "typical_p")
-
-
-class Checked:
-    """The differences from transformers' handlers: a wrong request gets status 400 and a reason, the prompt is made off
-    the event loop, fields of other servers have an effect, and an answer may fill the context."""
-
-    fields: dict[str, fields.Field]
-    required: str
-    chat = False
-
-    def __init__(self, models, generation, strict: bool = False):
-        super().__init__(models, generation)
-        self.strict = strict
-        self.vocabulary = models.model.config.get_text_config().vocab_size
-        self.modality = models.get_model_modality(models.model, models.processor)
-        self.batched = generation.use_continuous_batching(models.model, self.modality)
-        self.manager = generation.get_manager(models.force_model, use_cb=self.batched)
-
-    async def handle_request(self, body: dict, request_id: str):
-        """As transformers' own."""
-        models = self.model_manager
-        try:
-            body, config, inputs = await prompts.in_time(functools.partial(self.begin, body))
-        except HTTPException:
-            raise
-        except Exception as error:  # of the chat template, the tokenizer, or of a wrong value inside a field
-            raise Refused(400, f"{type(error).__name__}: {str(error)[:200]}") from error
-        arguments = {
-            "request_id": f"{self.prefix}{uuid.uuid4().hex}",
-            "model": models.model,
-            "processor": models.processor,
-            "model_id": models.force_model,
-            "inputs": inputs,
-            "gen_config": config,
-            "gen_manager": self.manager,
-            **self.arguments(body),
-        }
-        if body.get("stream"):
-            response = self._streaming(**arguments)
-            response.body_iterator = with_reused_in(response.body_iterator)
-            return response
-        tokenizer = LenientTokenizer(models.processor, current.get().stops)
-        response = await self._non_streaming(**arguments | {"processor": tokenizer})
-        return JSONResponse(with_reused(json.loads(response.body)), response.status_code)
-
-    def begin(self, body: dict) -> tuple[dict, GenerationConfig, BatchEncoding]:
-        """All that precedes the answer, which may take seconds: the known fields, the settings and the prompt. A prompt
-        that does not fit is refused here, since transformers decodes it on the event loop."""
-        body = self.known({name: value for name, value in body.items() if value is not None})
-        self.check(body)
-        config, inputs = self.prepare(body), self.inputs(body)
-        self.manager.limit(inputs, config)
-        return body, config, inputs
-
-    def known(self, body: dict) -> dict:
-        """The fields that are in the table. Others are ignored."""
-        unknown = [name for name in body if name not in self.fields]
-        if unknown and self.strict:
-            raise Refused(400, f"unknown fields: {shortened(', '.join(unknown))}", param=unknown[0][:100])
-        for name in {shortened(name) for name in unknown} - self.model_manager.ignored:
-            if len(self.model_manager.ignored) < MAX_LOGGED:
-                self.model_manager.ignored.add(name)
-                logger.warning("Requests have an unknown field, which is ignored: %s", name)
-        return {name: value for name, value in body.items() if name in self.fields}
-
-    def check(self, body: dict) -> None:
-        self.model_manager.check_name(body.get("model"))
-        expect(self.required in body, self.required, "a value", None)
-        fields.check(body, self.fields)
-        prompts.check_variables(body.get("chat_template_kwargs", {}))
-        for name in ("logit_bias", "stop_token_ids"):
-            right = all(self.is_token(token) for token in body.get(name, ()))
-            expect(right, name, f"token ids below {self.vocabulary}", body.get(name))
-        check_conversation(body, takes_images=self.modality != Modality.LLM)
-
-    def is_token(self, token: str | int) -> bool:
-        is_id = isinstance(token, int) or (token.isascii() and token.isdigit() and len(token) < 10)
-        return is_id and 0 <= int(token) < self.vocabulary
-
-    def prepare(self, body: dict) -> GenerationConfig:
-        request, config = current.get(), self.config(body)
-        request.required, request.chat, request.seed = self.required, self.chat, body.get("seed")
-        request.stops = fields.as_list(body.get("stop", []))
-        request.one_call = body.get("parallel_tool_calls") is False
-        request.penalties = Penalties(
-            {int(token): float(value) for token, value in body.get("logit_bias", {}).items()},
-            float(config.repetition_penalty or 1),
-            float(body.get("presence_penalty", 0)),
-            float(body.get("frequency_penalty", 0)),
-        )
-        config.repetition_penalty = None
-        return config
-
-    def config(self, body: dict) -> GenerationConfig:
-        """The model's own settings, with those of the request."""
-        config = copy.deepcopy(self.model_manager.model.generation_config)
-        chosen = fields.read_settings(body.get("generation_config", "{}"), self.batched)
-        chosen |= {name: body[name] for name in (*DRAWN, "repetition_penalty") if name in body}
-        chosen |= {"do_sample": True} if any(name in body for name in DRAWN) else {}
-        for limit in [body[name] for name in LIMITS if name in body][:1]:
-            chosen["max_new_tokens"] = limit
-        for name, value in chosen.items():
-            setattr(config, name, float(value) if name in FLOATS else value)
-        config.eos_token_id = self.ends(body, config.eos_token_id)
-        config.top_k = max(config.top_k or 0, 0)
-        if not config.do_sample or (config.temperature is not None and config.temperature < fields.LEAST_TEMPERATURE):
-            config.do_sample = False
-            config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
-        return config
-
-    def ends(self, body: dict, own: int | list[int] | None) -> list[int]:
-        """The tokens that end the answer. If there is none, `generate` takes the model's own, so this is an id of no
-        token then."""
-        own = [] if own is None or body.get("ignore_eos") else fields.as_list(own)
-        return [*own, *body.get("stop_token_ids", ())] or [self.vocabulary]
+TEXT_ONLY = {"type": "text"}
 
 
 class OfChats(Checked):
@@ -157,7 +26,7 @@ class OfChats(Checked):
 
     def inputs(self, body: dict) -> BatchEncoding:
         processor, tools = self.model_manager.processor, self.tools(body)
-        messages = self.get_processor_inputs_from_messages(self.messages(body), self.modality)
+        messages = self.inputs_of(self.messages(body))
         effort = body.get("reasoning_effort", body.get("reasoning", {}).get("effort"))
         values = prompts.variables(processor, tools, body.get("chat_template_kwargs", {}), effort)
         video = False
@@ -179,9 +48,28 @@ class OfChats(Checked):
 
         inputs = encode(messages, True, None if self.batched else "pt")
         if not self.batched and self.manager.needs_cuts(inputs):
-            ids = inputs["input_ids"][0].tolist()
+            ids = flat(ids_of(inputs))
             current.get().cuts = cuts(messages, ids, lambda *given: flat(encode(*given, None)["input_ids"]))
         return inputs
+
+    def inputs_of(self, messages: list[dict]) -> list[dict]:
+        """transformers' own, with the reasoning, and the text before a call of a tool."""
+        made = self.get_processor_inputs_from_messages(messages, self.modality)
+        bare = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        for message, given, plain in zip(
+            made, messages, self.get_processor_inputs_from_messages(bare, self.modality), strict=True
+        ):
+            message["content"] = plain["content"]
+            if isinstance(given.get("reasoning_content"), str):
+                self.add_reasoning(message, given["reasoning_content"])
+        return made
+
+    def add_reasoning(self, message: dict, reasoning: str) -> None:
+        """gpt-oss's template has another name for it, and refuses it next to the text before a call."""
+        if not self.model_manager.form.before:
+            message["reasoning_content"] = reasoning
+        elif message.get("tool_calls"):
+            message |= {"thinking": reasoning, "content": ""}
 
     def tools(self, body: dict) -> list[dict] | None:
         return None if body.get("tool_choice") == "none" else body.get("tools") or None
@@ -189,10 +77,33 @@ class OfChats(Checked):
     def arguments(self, body: dict) -> dict:
         return {"tools": self.tools(body)}
 
+    def constraint(self, body: dict, input_ids: list[int]) -> Constraint | None:
+        tools, several = self.tools(body) or [], body.get("parallel_tool_calls") is not False
+        if (forced := forced_tools(body.get("tool_choice"), tools)) is not None:
+            return self.constraints.make("tool_choice", input_ids, tools=forced, several=several)
+        name, form = self.format(body)
+        grammar = content(form) if "grammar" not in body else lark(body["grammar"])
+        if grammar is None:
+            return None
+        name = "grammar" if "grammar" in body else name
+        return self.constraints.make(name, input_ids, grammar, tools, several)
 
-def flat(ids: list) -> list[int]:
-    """A processor returns a batch, a tokenizer the tokens."""
-    return ids[0] if ids and isinstance(ids[0], list) else ids
+    def format(self, body: dict) -> tuple[str, dict]:
+        """The field with the form of the answer, and the form."""
+        return "response_format", body.get("response_format", TEXT_ONLY)
+
+
+def forced_tools(choice: object, tools: list[dict]) -> list[dict] | None:
+    """The tools of which a request forces one to be called."""
+    if choice in (None, "auto", "none"):
+        return None
+    expect(bool(tools), "tool_choice", "'auto' or 'none' without tools", choice)
+    if choice == "required":
+        return tools
+    name = (choice.get("function") or choice).get("name")
+    found = [tool for tool in tools if tool["function"]["name"] == name]
+    expect(bool(found), "tool_choice", "the name of one of the tools", name)
+    return found
 
 
 def cleaned(message: dict) -> dict:
@@ -212,9 +123,32 @@ class Chat(OfChats, ChatCompletionHandler):
     def messages(self, body: dict) -> list[dict]:
         return [cleaned(message) for message in body["messages"]]
 
+    def check(self, body: dict) -> None:
+        super().check(body)
+        right = body.get("logprobs") or not body.get("top_logprobs")
+        expect(right, "top_logprobs", "a value only with logprobs", body.get("top_logprobs"))
+
+    def likeliest(self, body: dict) -> int | None:
+        return body.get("top_logprobs", 0) if body.get("logprobs") else None
+
+    def completed(self, answer: dict) -> dict:
+        if current.get().recorder is not None:
+            answer["choices"][0]["logprobs"] = {"content": current.get().entries, "refusal": None}
+        return answer
+
+    def _build_chunk_sse(self, request_id: str = "", content: str | None = None, **options) -> str:
+        event = super()._build_chunk_sse(request_id, content, **options)
+        scored = isinstance(content, Scored)
+        return with_logprobs(event, {"content": content.entries, "refusal": None}) if scored else event
+
 
 class Completions(Checked, CompletionHandler):
     fields, required, prefix = fields.COMPLETIONS, "prompt", "cmpl-"
+
+    def __init__(self, models, generation, strict: bool = False):
+        super().__init__(models, generation, strict)
+        self.tokenizer = getattr(models.processor, "tokenizer", models.processor)
+        self.infilling = Infilling(self.tokenizer)
 
     async def handle_request(self, body: dict, request_id: str):
         return as_openai_stream(await super().handle_request(body, request_id))
@@ -225,15 +159,43 @@ class Completions(Checked, CompletionHandler):
         return super().begin(body | {"prompt": prompt[0]} if one else body)
 
     def inputs(self, body: dict) -> BatchEncoding:
-        processor = self.model_manager.processor
-        return getattr(processor, "tokenizer", processor)(body["prompt"], return_tensors=None if self.batched else "pt")
+        prompt, after = body["prompt"], body.get("suffix")
+        if after:
+            known = self.infilling.tokens is not None
+            expect(known, "suffix", "no value, as the model has no tokens for text between two others", after)
+            prompt = self.infilling.prompt(prompt, after)
+        return self.tokenizer(prompt, return_tensors=None if self.batched else "pt")
+
+    def ends(self, body: dict, own: int | list[int] | None) -> list[int]:
+        return super().ends(body, own) + (list(self.infilling.ends.values()) if body.get("suffix") else [])
+
+    def prepare(self, body: dict, index: int, inputs: BatchEncoding) -> GenerationConfig:
+        config = super().prepare(body, index, inputs)
+        if body.get("suffix"):  # some tokenizers have them as text
+            current.get().stops = [*current.get().stops, *self.infilling.ends]
+        return config
 
     def arguments(self, body: dict) -> dict:
         return {}
 
+    def likeliest(self, body: dict) -> int | None:
+        return None if body.get("logprobs") is False else body.get("logprobs")
+
+    def completed(self, answer: dict) -> dict:
+        if current.get().recorder is not None:
+            answer["choices"][0]["logprobs"] = as_text(current.get().entries)
+        return answer
+
+    def _build_chunk_sse(self, request_id: str, model_id: str, text: str = "", **options) -> str:
+        event = super()._build_chunk_sse(request_id, model_id, text, **options)
+        return with_logprobs(event, as_text(text.entries, text.start)) if isinstance(text, Scored) else event
+
 
 class Responses(OfChats, ResponseHandler):
     fields, required, prefix = fields.RESPONSES, "input", ""
+
+    def format(self, body: dict) -> tuple[str, dict]:
+        return "text", body.get("text", {}).get("format") or TEXT_ONLY
 
     def messages(self, body: dict) -> list[dict]:
         items = body["input"]
@@ -246,65 +208,3 @@ class Responses(OfChats, ResponseHandler):
 
     def arguments(self, body: dict) -> dict:
         return {"body": body, "tools": self.tools(body)}
-
-
-#: An event with a count of tokens.
-COUNTED = re.compile(r'^data: (\{.*"usage": ?\{.*\})$', re.MULTILINE)
-
-
-def with_reused(answer: dict) -> dict:
-    """An answer, or the last event of a stream, with the number of the prompt's tokens that were not computed again."""
-    usage = answer.get("usage") or answer.get("response", {}).get("usage") or {}
-    name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
-    if usage:
-        usage[name] = (usage.get(name) or {}) | {"cached_tokens": current.get().reused}
-    return answer
-
-
-async def with_reused_in(parts: AsyncIterator[str]) -> AsyncIterator[str]:
-    async with contextlib.aclosing(parts):
-        async for part in parts:
-            yield COUNTED.sub(lambda event: f"data: {json.dumps(with_reused(json.loads(event[1])))}", part)
-
-
-#: The beginning of an error in transformers' streams. The message after it is not escaped.
-ERROR = 'data: {"error": "'
-
-
-def as_openai_stream(response):
-    """End a stream with OpenAI's last line, for which some clients wait, and write an error in it as an object."""
-
-    async def events(parts: AsyncIterator[str]) -> AsyncIterator[str]:
-        async with contextlib.aclosing(parts):
-            async for part in parts:
-                before, mark, message = part.partition(ERROR)
-                yield before + as_event(error_body(message.removesuffix('"}\n\n'), 500)) if mark else part
-        yield "data: [DONE]\n\n"
-
-    if isinstance(response, StreamingResponse):
-        response.body_iterator = events(response.body_iterator)
-    return response
-
-
-def build_schemas() -> None:
-    """Pydantic builds the schemas of answers when they are first used, which takes half a second of the event loop."""
-    for module in (chat_completion, completion, response):
-        for each in vars(module).values():
-            if isinstance(each, type) and issubclass(each, BaseModel):
-                each.model_rebuild()
-
-
-def as_event(value: dict) -> str:
-    return f"data: {json.dumps(value)}\n\n"
-
-
-def error_body(message: str, status: int, code: str | None = None, param: str | None = None) -> dict:
-    """An error in OpenAI's form."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    fields = {"message": message, "type": kind, "param": param, "code": code}
-    return {"error": {name: value and without_surrogates(value) for name, value in fields.items()}}
-
-
-def without_surrogates(text: str) -> str:
-    """JSON may have halves of surrogate pairs, and UTF-8 may not."""
-    return text.encode(errors="replace").decode()

@@ -2,7 +2,7 @@
 
 import json
 
-from .fields import expect, refuse
+from .values import expect, refuse
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXTS = ("text", "input_text", "output_text")

@@ -7,13 +7,13 @@ from argparse import Namespace
 from collections.abc import AsyncIterator
 
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 
 from ...transformers import patch
 from ..common.loading import Source, context_of, load_model, load_tokenizer, memory
-from .fields import shortened
-from .generation import Refused
-from .harmony import HARMONY
+from .constraints import Constraints
+from .families import Form, form_of
+from .requests import Refused
+from .values import shortened
 
 ANY = "*"  # the alias for every name
 
@@ -26,17 +26,27 @@ class Models(ModelManager):
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # uvicorn logs each request
         self.source, self.force_model = source, source.name
         self.names = [source.name, *options.alias]
-        self.created = int(time.time())
+        self.created, self.parallel = int(time.time()), options.parallel
         self.ignored: set[str] = set()  # unknown fields of requests that were logged
-        _RESPONSE_TEMPLATE_FALLBACKS.setdefault(("gpt_oss",), HARMONY)
         self.processor = load_tokenizer(source)
         self.model = load_model(source, options)
         self.report = patch(self.model)
+        self.form = self.find_form()
+        self.constraints = Constraints(self)
         self.context = context_of(self.model, options.context)
         defaults = self.model.generation_config
         if defaults.pad_token_id is None and defaults.eos_token_id is not None:  # `generate` warns of it each time
             ends = defaults.eos_token_id
             defaults.pad_token_id = ends[0] if isinstance(ends, list) else ends
+
+    def find_form(self) -> Form:
+        """The form of the model's answers, with which transformers' parser reads them if the tokenizer has none."""
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        given = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
+        found = form_of(str(given), self.model.config.model_type)
+        if getattr(tokenizer, "response_template", None) is None and found.template is not None:
+            tokenizer.response_template = found.template
+        return found
 
     def __str__(self) -> str:
         return f"{self.report}\n{memory(self.model)}; context: {self.context:,} tokens"

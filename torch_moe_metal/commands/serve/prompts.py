@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from fastapi import HTTPException
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import _get_template_variables
 
-from .fields import expect, refuse
-from .generation import Refused
+from .requests import Refused
+from .values import expect, refuse
 
 SECONDS = 60  # for one prompt
 MAX_VARIABLES = 65536  # characters of chat_template_kwargs as JSON
@@ -62,6 +63,17 @@ async def in_time(function: Callable[[], T]) -> T:
     finally:
         if result.cancelled():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted))
+
+
+async def made(function: Callable[[], T]) -> T:
+    """The same, where any other error is the request's fault: of the chat template, the tokenizer, or of a wrong value
+    inside a field."""
+    try:
+        return await in_time(function)
+    except HTTPException:
+        raise
+    except Exception as error:
+        raise Refused(400, f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 def check_variables(given: dict) -> None:

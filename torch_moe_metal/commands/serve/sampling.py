@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -32,6 +33,13 @@ SHARED = {"do_sample": True, "temperature": 0.5, "top_k": 1, "top_p": 0.5, "eos_
 GREEDY = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
 
 
+class Change(Protocol):
+    """Changes the scores of a request's next token, or notes them."""
+
+    def change(self, scores: torch.Tensor, tokens: Sequence[int] | torch.Tensor, start: int) -> None:
+        """Change the scores, which are a row, after these tokens. The answer starts at `start`."""
+
+
 @dataclass(frozen=True)
 class Penalties:
     """What a request adds to the scores of tokens, by what is in its prompt and its answer."""
@@ -45,7 +53,6 @@ class Penalties:
         return self != Penalties()
 
     def change(self, scores: torch.Tensor, tokens: Sequence[int] | torch.Tensor, start: int) -> None:
-        """Change the scores, which are a row, after these tokens. The answer starts at `start`."""
         tokens = torch.as_tensor(tokens, dtype=torch.long, device=scores.device)
         answer = tokens[start:]
         if self.bias:
@@ -60,24 +67,25 @@ class Penalties:
             scores.index_add_(0, answer, scores.new_full(answer.shape, -self.frequency))
 
 
-class Penalising(LogitsProcessor):
+class Changing(LogitsProcessor):
     """`generate`'s processor for one request."""
 
-    def __init__(self, penalties: Penalties):
-        self.penalties, self.start = penalties, None
+    def __init__(self, changes: Sequence[Change]):
+        self.changes, self.start = changes, None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.start is None:
             self.start = input_ids.shape[-1]
-        self.penalties.change(scores[0], input_ids[0], self.start)
+        for each in self.changes:
+            each.change(scores[0], input_ids[0], self.start)
         return scores
 
 
 def sampling(
-    config: GenerationConfig, vocabulary: int, seed: int | None = None, penalties: Penalties | None = None
+    config: GenerationConfig, vocabulary: int, seed: int | None = None, changes: Sequence[Change] = ()
 ) -> dict[str, object]:
     """A request's arguments for these processors."""
-    found: dict[str, object] = {"penalties": penalties} if penalties else {}
+    found: dict[str, object] = {"changes": tuple(changes)} if changes else {}
     if not config.do_sample:
         return GREEDY | found
     top_k = min(config.top_k or vocabulary, vocabulary)
@@ -90,7 +98,7 @@ def install(manager: ContinuousBatchingManager) -> None:
     """Make a manager that has not started yet use our processors."""
     processors, create = manager.logit_processor, manager._create_batch_processor
     processors.logits_processor[:] = [
-        BatchPenalising(),
+        BatchChanging(),
         *map(quick, processors.logits_processor),
         MinP(),
         Seeded(),
@@ -193,31 +201,32 @@ class MinP(ContinuousBatchingLogitsProcessor):
         return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + shares.log(), -torch.inf)
 
 
-class BatchPenalising(ContinuousBatchingLogitsProcessor):
-    """Applies the penalties of each request."""
+class BatchChanging(ContinuousBatchingLogitsProcessor):
+    """Applies the changes of each request."""
 
-    supported_kwargs = MappingProxyType({"penalties": Penalties})
+    supported_kwargs = MappingProxyType({"changes": tuple})
     ignored_kwargs: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self.rows: dict[int, tuple] = {}  # of the batch, with the arguments of `Penalties.change`
+        self.rows: dict[int, tuple] = {}  # of the batch, with the arguments of `Change.change`
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        int32_tensor.zero_()  # unused: penalties depend on the request's tokens
+        int32_tensor.zero_()  # unused: changes depend on the request's tokens
 
     def prepare_tensor_args(self, requests) -> torch.Tensor:
         self.rows = {}
         for row, request in enumerate(requests):
             state = request.state
-            if (penalties := state.logit_processor_kwargs.get("penalties")) is not None:
+            if (changes := state.logit_processor_kwargs.get("changes")) is not None:
                 # a request that is computed again has its answer so far in `initial_tokens`
                 start = state._true_initial_tokens or len(state.initial_tokens)
-                self.rows[row] = penalties, state.initial_tokens + state.generated_tokens, start
+                self.rows[row] = changes, state.initial_tokens + state.generated_tokens, start
         return torch.zeros(len(requests), dtype=torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        for row, (penalties, tokens, start) in self.rows.items():
-            penalties.change(scores[row], tokens, start)
+        for row, (changes, tokens, start) in self.rows.items():
+            for each in changes:
+                each.change(scores[row], tokens, start)
         return scores
 
 

@@ -10,8 +10,8 @@ import uvicorn
 
 from ... import warmup
 from ..common.loading import say
+from .answers import build_schemas
 from .generation import Generation
-from .handlers import build_schemas
 from .model_manager import Models
 
 

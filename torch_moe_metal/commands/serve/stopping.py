@@ -9,6 +9,7 @@ class StopFilter:
 
     def __init__(self, stops: list[str], one_call: bool = False):
         self.stops, self.one_call, self.held, self.found = stops, one_call, "", False
+        self.stop: str | None = None  # the one that was found
 
     def feed(self, item: object) -> list[object]:
         """The items that may be sent now. After a stop string this ends with None, which ends the answer."""
@@ -21,6 +22,7 @@ class StopFilter:
         text = self.held + item
         if (end := first_stop(self.stops, text)) is not None:
             self.held, self.found = "", True
+            self.stop = next(stop for stop in self.stops if text.startswith(stop, end))
             return [text[:end], None] if end else [None]
         split = len(text) - max(overlap(stop, text) for stop in self.stops)
         self.held = text[split:]
