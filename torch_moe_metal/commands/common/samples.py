@@ -97,7 +97,7 @@ def units(rows: int, tokens: int, E: int) -> Iterator[Sample]:
     yield Sample("linear", rows - 5, functions=(product,), settings=UNITS | {"few_tokens": 0})
 
 
-#: Those of the functions that the samples of TOKENS and PACKED do not reach, and others of the same op beside them.
+#: Those of the functions that the samples of TOKENS and PACKED do not reach, and others of the same op.
 SAMPLES = (
     experts("gate_up_rows down_rows", 5, 33, odd=True),
     experts("gate_up_rows2_wide down_rows2_wide", 5, 8, settings={"down_pairs_percent": 100}),
