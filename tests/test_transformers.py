@@ -233,7 +233,7 @@ def patched():
 
 
 def test_dispatches():
-    """Of a Qwen3 layer all but the cache are eight of our ops; of a Gemma 4 layer, which norms four times more and has a
+    """Of a Qwen3 layer all but the cache are eight of our ops; of a Gemma 4 layer, which has four more norms and a
     dense MLP, sixteen. One more is the last norm."""
     gemma4 = {"gate": 2, "experts": 2, "norm_add": 4, "weighted_sum_dual_norm_add": 2, "attention": 2, "rope": 2}
     for family, expected in (
