@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import queue
 import re
 import shutil
 import signal
@@ -352,13 +353,17 @@ def console(address: str, profile: Path) -> Iterator[str]:
     """The lines that a browser with this page writes in a minute."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--remote-debugging-port=0"]
     command = [BROWSER, *options, f"--user-data-dir={profile}", address]
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    with subprocess.Popen(command, **pipes, text=True, start_new_session=True) as browser:
-        timer = threading.Timer(60, os.killpg, [browser.pid, signal.SIGKILL])  # its processes share the pipe
-        timer.start()
-        try:
-            yield from browser.stderr
-        finally:
-            timer.cancel()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(browser.pid, signal.SIGKILL)
+    lines: queue.Queue[str] = queue.Queue()
+    until = time.monotonic() + 60
+    browser = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    # on a thread, since processes of the browser may keep the pipe open
+    threading.Thread(target=lambda: [lines.put(line) for line in browser.stderr], daemon=True).start()
+    try:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield lines.get(timeout=max(until - time.monotonic(), 0.01))
+    finally:
+        os.killpg(browser.pid, signal.SIGKILL)
+        browser.wait()
