@@ -5,8 +5,11 @@ import contextlib
 import json
 import logging
 import math
+import os
+import queue
 import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -329,7 +332,7 @@ def test_the_page_in_a_browser(folder: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(app, "PAGE", page)
     with served.ServerThread(Source.of(str(folder)), context=40000) as server:
         config = server.models.model.generation_config
-        config.max_new_tokens = 20
+        config.max_new_tokens, config.eos_token_id = 20, None
         for line in console(f"{server.base}/", tmp_path / "profile"):
             if "FIRST" in line:
                 config.max_new_tokens = None  # the next answer would take minutes
@@ -350,11 +353,17 @@ def console(address: str, profile: Path) -> Iterator[str]:
     """The lines that a browser with this page writes in a minute."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--remote-debugging-port=0"]
     command = [BROWSER, *options, f"--user-data-dir={profile}", address]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as browser:
-        timer = threading.Timer(60, browser.kill)
-        timer.start()
-        try:
-            yield from browser.stderr
-        finally:
-            timer.cancel()
-            browser.kill()
+    lines: queue.Queue[str] = queue.Queue()
+    until = time.monotonic() + 60
+    browser = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    # on a thread, since processes of the browser may keep the pipe open
+    threading.Thread(target=lambda: [lines.put(line) for line in browser.stderr], daemon=True).start()
+    try:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield lines.get(timeout=max(until - time.monotonic(), 0.01))
+    finally:
+        os.killpg(browser.pid, signal.SIGKILL)
+        browser.wait()
