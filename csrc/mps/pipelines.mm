@@ -247,8 +247,8 @@ c10::List<std::string> all_kernels() {
   return lines;
 }
 
-// The functions of the shaders, with the most threads of a threadgroup, and for each whether this process has a pipeline
-// of it, in any dtype and format. Without warm-up that is one that has run.
+// The functions of the shaders, with the most threads of a threadgroup, and for each whether this process has a
+// pipeline of it, in any dtype and format. Without warm-up that is one that has run.
 std::tuple<c10::List<std::string>, c10::List<bool>> all_functions() {
   std::map<std::string, bool> has_pipeline;
   for (const Kernel* kernel = Kernel::newest; kernel; kernel = kernel->previous) {
