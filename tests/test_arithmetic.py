@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="o
 
 CHECKS = """
 from torch_moe_metal.commands import doctor
-from torch_moe_metal.commands.common.samples import Sample, problem
+from torch_moe_metal.commands.bench.samples import Sample, problem
 for op, dtype, tokens, format in {checks}:
     print(op, format, problem(Sample(op, tokens, format), "mps", getattr(torch, dtype)))
 """

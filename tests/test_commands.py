@@ -17,11 +17,11 @@ from simulated import lines_of
 from torch_moe_metal import reference
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES
 from torch_moe_metal.commands import demo, doctor
-from torch_moe_metal.commands.bench import block, whole_model
+from torch_moe_metal.commands.bench import block, samples, whole_model
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS
+from torch_moe_metal.commands.bench.samples import Sample
 from torch_moe_metal.commands.command_line import main
-from torch_moe_metal.commands.common import devices, samples, torch_checks
-from torch_moe_metal.commands.common.samples import Sample
+from torch_moe_metal.commands.common import devices, torch_checks
 from torch_moe_metal.transformers_support import why_unsupported
 
 PACKAGE = Path(torch_moe_metal.__file__).parent
@@ -51,7 +51,7 @@ def test_samples_of_doctor_run_every_function():
     """Each sample runs the functions that it names, and together they run all. Nothing is computed here."""
     script = """
 from torch_moe_metal.arguments import ARGUMENTS, options
-from torch_moe_metal.commands.common.samples import never_ran, samples_of, under
+from torch_moe_metal.commands.bench.samples import never_ran, samples_of, under
 print(len(never_ran()))
 with metal_sim.host_only(), metal_sim.playing_macos(26, 3):
     for sample in (sample for op in ARGUMENTS for sample in samples_of(op) if sample.format == "dense"):

@@ -37,7 +37,7 @@ RIGHT = {"linear_rows_wide", "gate_logits_1", "experts_gate_up_rows", "linear_at
 @pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="faults are planted in the simulated Metal's C++")
 def test_wrong_kernels_are_found_and_named(tmp_path: Path) -> None:
     script = f"""
-from torch_moe_metal.commands.common.samples import SAMPLES, problem
+from torch_moe_metal.commands.bench.samples import SAMPLES, problem
 for sample in SAMPLES:
     if set(sample.functions) & {WRONG | RIGHT}:
         print(" ".join(sample.functions), problem(sample, "mps", torch.bfloat16), sep="|")

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.skipif(
 COUNTS = ("calls", "views", "blocks", "aten_ops", "messages", "dispatches")
 #: A layer, and a model of two layers. Those of qwen3_next differ, and are averaged; one of deepseek_v3's two is dense.
 BOUNDS = {
-    "qwen3_moe": [(23, 13, 6, 4, 93, 7), (65, 34, 13, 22, 197, 15)],
-    "gpt_oss": [(23, 13, 6, 4, 93, 7), (64, 34, 13, 21, 197, 15)],
-    "deepseek_v3": [(41, 19, 8, 17, 115, 9), (115, 50, 13, 66, 174, 14)],
-    "qwen3_next": [(30, 14.5, 5.5, 10, 92.5, 6.5), (79, 37, 12, 34, 196, 14)],
-    "gemma4_text": [(37, 16, 11, 10, 148, 12), (106, 46, 23, 45, 307, 25)],
+    "qwen3_moe": [(1, 0, 1, 0, 45, 9), (21, 8, 3, 14, 101, 19)],
+    "gpt_oss": [(1, 0, 1, 0, 45, 9), (20, 8, 3, 13, 101, 19)],
+    "deepseek_v3": [(49, 29, 13, 10, 174, 14), (116, 66, 26, 34, 327, 27)],
+    "qwen3_next": [(26.5, 14, 10.5, 2, 150.5, 11.5), (72, 36, 22, 18, 312, 24)],
+    "gemma4_text": [(29, 12, 16, 1, 207, 17), (114, 58, 33, 31, 425, 35)],
 }
 MESSAGES_OF_A_DISPATCH = 92.5 / 6.5  # the most of these families, qwen3_next's
 DISPATCHES_OF_A_COMMIT = 16

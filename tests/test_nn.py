@@ -147,7 +147,7 @@ def test_imports_go_one_way():
 
 #: The packages that users may have; wheels require only torch.
 OF_USERS = {"torch", "torch_moe_metal", "transformers", "huggingface_hub", "numpy", "peft", "gguf"}
-OF_USERS |= {"fastapi", "starlette", "uvicorn", "safetensors", "tokenizers", "pydantic"}
+OF_USERS |= {"fastapi", "starlette", "uvicorn", "safetensors", "tokenizers", "pydantic", "llguidance"}
 
 
 def test_the_wheel_needs_no_developer_tools():

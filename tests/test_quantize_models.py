@@ -106,7 +106,9 @@ def test_quantised_while_loading(family, device, tmp_path):
     assert relative(model(ids).logits.cpu(), expected) <= 2e-5
     report = torch_moe_metal.patch(model)
     assert report["fused"] and not left_without_need(report), str(report)
-    assert {row.note for row in report.rows if row.state == "fused" and row.name != "model.norm"} == {config.format}
+    assert {row.note.partition(",")[0] for row in report.rows if row.state == "fused" and row.name != "model.norm"} == {
+        config.format
+    }
     with counted() as calls:
         assert relative(model(ids).logits.cpu(), expected) <= 2e-5
     assert calls["experts"] >= 1 and calls["linear"] > calls["experts"] and calls["dequantize"] == 1

@@ -212,11 +212,16 @@ def dispatches(call: Callable[[], object]) -> list[tuple]:
 
     with metal_sim.record() as record:
         call()
-    names = ("index", "offset", "bytes")
-    arguments = [[[each.get(name) for name in names] for each in found.arguments] for found in record.dispatches]
+
+    def bound(kernel: str, argument: dict) -> tuple:
+        params = argument.get("bytes") or ""
+        if kernel.startswith("rope"):
+            params = params[: 2 * 316]  # of RopeParams' 320 bytes the last four are padding
+        return argument["index"], argument.get("offset"), params
+
     return [
-        (found.kernel, found.grid, found.threads, bound)
-        for found, bound in zip(record.dispatches, arguments, strict=True)
+        (each.kernel, each.grid, each.threads, [bound(each.kernel, argument) for argument in each.arguments])
+        for each in record.dispatches
     ]
 
 

@@ -521,7 +521,7 @@ def test_more_choices_than_the_groups_hold():
     assert report["left"] == ["model.layers.1.mlp"] and report["experts only"] == ["model.layers.1.mlp.experts"]
     with counted() as calls:
         assert relative(model(ids).logits, expected) <= 1e-5
-    assert calls == {"norm": 4, "rope": 2, "attention": 2, "experts": 1}
+    assert calls == {"norm": 6, "rope": 2, "attention": 2, "residual_norm": 1, "experts": 1}
     with pytest.raises(TypeError, match=reason):
         torch_moe_metal.nn.MoE.from_block(model.model.layers[1].mlp)
 

@@ -82,7 +82,7 @@ struct Collected {
   }
   void encode(id<MTLComputeCommandEncoder> encoder, const Entry& dispatch, size_t first) const {
     [encoder setComputePipelineState:dispatch.pipeline->state];
-    [encoder setBuffers:&buffers[first] offsets:&offsets[first] withRange:NSMakeRange(0, dispatch.buffers)];
+    [encoder setBuffers:&buffers[first] offsets:&offsets[first] withRange:NSRange{0, dispatch.buffers}];
     if (dispatch.bytes) {
       [encoder setBytes:&params[dispatch.params] length:dispatch.bytes atIndex:dispatch.buffers];
     }

@@ -27,7 +27,7 @@ from cases.packed_bytes import (
 )
 from torch_moe_metal import arguments, formats, reference
 from torch_moe_metal.arguments import ARGUMENTS
-from torch_moe_metal.commands.common.samples import PACKED as FAMILIES
+from torch_moe_metal.commands.bench.samples import PACKED as FAMILIES
 
 PACKED_OPS = tuple(op for op in ARGUMENTS if arguments.takes_formats(op))
 WIDTHS = [("affine", bits, group) for bits in formats.BITS for group in formats.GROUPS]

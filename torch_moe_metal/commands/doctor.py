@@ -11,9 +11,9 @@ import torch
 from .. import __version__, arguments, cpu_isa, macos, reference
 from ..transformers_support import why_unsupported
 from .bench import measure
+from .bench.samples import never_ran, problem, samples_of
 from .common.devices import devices
 from .common.progress import Progress
-from .common.samples import never_ran, problem, samples_of
 from .common.torch_checks import wrong_operations
 
 

@@ -37,7 +37,7 @@ class FusedMlp(JoinedProjections):
 
     def forward(self, x: Tensor) -> Tensor:
         activation = activation_of(self.function(self))
-        few = x.numel() <= FEW_TOKENS * x.shape[-1] and not torch.compiler.is_compiling()
+        few = not torch.compiler.is_compiling() and x.numel() <= FEW_TOKENS * x.shape[-1]
         ours = few and activation and self.are_unmodified(*self._modules.values())
         if not (ours and self.is_plain_inference(x) and self.still_selected()):
             return super().forward(x)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import arguments, gpu_settings, reference
 from ...formats import FORMATS
-from ..bench.random_weights import Packing
+from .random_weights import Packing
 
 DIMS = {"E": 33, "K": 3, "H": 96, "I": 40, "N": 37, "U": 1}  # odd sizes: most faults of kernels are in tails
 DIMS |= {"B": 2, "A": 6, "J": 2, "S": 101, "D": 40, "V": 24, "R": 8, "W": 4, "L": 4}
