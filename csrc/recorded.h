@@ -1,6 +1,7 @@
 // A call of an op that can be made again, with its checked arguments: what a tape (tape.h) consists of.
 #pragma once
-#include <functional>
+#include <c10/util/FunctionRef.h>
+
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,7 +28,7 @@ class Recorded {
   // Frees the outputs and temporary tensors of the last check.
   virtual void forget() = 0;
   // Runs `all`, which runs calls of this device, so that the device gets them at once.
-  virtual void together(const std::function<void()>& all) const = 0;
+  virtual void together(c10::function_ref<void()> all) const = 0;
 };
 
 inline std::vector<Tensor> listed(const Tensor& output) { return {output}; }
@@ -71,7 +72,7 @@ class RecordedCall final : public Recorded {
     }
   }
   void forget() override { call_.reset(); }
-  void together(const std::function<void()>& all) const override { encode_together(all); }
+  void together(c10::function_ref<void()> all) const override { encode_together(all); }
 
  private:
   template <size_t... i>

@@ -47,6 +47,14 @@ TORCH_LIBRARIES = ["libtorch_cpu.dylib", "libc10.dylib"]
 OPENMP = "libomp.dylib"  # part of torch, and not linked to our libraries: see setup.py
 PARALLEL = "___kmpc_fork_call"  # the start of an OpenMP loop: without it a CPU library would run on one thread
 
+# What zig's libc++ has in its library. Apple's headers define it inline for macOS 14: by libc++'s availability.h the
+# library has std::bad_function_call since macOS 15.4, and std::__hash_memory later.
+OF_NEWER_HEADERS = {
+    "__ZNSt3__113__hash_memoryEPKvm",
+    "__ZNSt3__117bad_function_callD1Ev",
+    "__ZTINSt3__117bad_function_callE",
+    "__ZTVNSt3__117bad_function_callE",
+}
 # System symbols that our code needs although torch's libraries do not: a class of Metal, and the sized form of delete,
 # which is in libc++ since macOS 10.12.
 SYSTEM_SYMBOLS = {"_OBJC_CLASS_$_MTLComputePipelineDescriptor", "__ZdlPvm"}
@@ -251,7 +259,7 @@ def unresolved(extension: MachO, torch: list[MachO], system: set[str]) -> dict[s
     for name in sorted(extension.imports - exported):
         if is_torch_symbol(name):
             problems[name] = "no library of this torch exports it"
-        elif name not in system | shared | SYSTEM_SYMBOLS:
+        elif name not in system | shared | SYSTEM_SYMBOLS | OF_NEWER_HEADERS:
             problems[name] = "neither libSystem nor torch's own libraries know it"
     return problems
 

@@ -6,7 +6,7 @@
 namespace moe_metal {
 
 namespace cpu {
-inline void together(const std::function<void()>& all) { all(); }
+inline void together(c10::function_ref<void()> all) { all(); }
 }  // namespace cpu
 
 #define MOE_METAL_REGISTER(name) m.impl(#name, &Op<check_##name>::call<cpu::run_##name>);

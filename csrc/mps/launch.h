@@ -5,10 +5,10 @@
 //   launch(kernels[dtype], grid, input, output, Params{...});  // arguments are bound in this order, from 0
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <array>
 #include <atomic>
-#include <functional>
 #include <initializer_list>
 #include <iterator>
 #include <limits>
@@ -146,7 +146,7 @@ void launch(Kernel& kernel, Grid grid, const Arguments&... arguments) {
 
 namespace mps {
 // Runs `all`, whose launches are collected and encoded together.
-void together(const std::function<void()>& all);
+void together(c10::function_ref<void()> all);
 }  // namespace mps
 
 // Whether this macOS supports shaders/tensor_ops.metal, which uses matmul2d of Metal Performance Primitives.

@@ -208,7 +208,7 @@ void launch(std::initializer_list<Dispatch> dispatches) {
 
 // Calls of a tape (tape.h): their dispatches are collected and then encoded in one block, without debug groups. The
 // encoding of a dispatch takes about a tenth of the time of an op of its own, so there are fewer commits.
-void mps::together(const std::function<void()>& all) {
+void mps::together(c10::function_ref<void()> all) {
   constexpr int64_t kFewerCommits = 8;
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   raise_failure();
