@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cache_ops.h"
+#include "room_class.h"
 #include "tape.h"
 
 namespace moe_metal {
@@ -31,22 +32,8 @@ void define(torch::Library& m, const std::vector<std::string>& schemas) {
 
 std::string recording_schema(const std::string& schema) { return schema.substr(0, schema.rfind("->")) + "-> int"; }
 
-using Rows = std::tuple<Tensor, Tensor>;
-Rows rows(Room::Parts parts) { return {std::move(parts.first), std::move(parts.second)}; }
-
 void define_classes(torch::Library& m) {
-  m.class_<Room>("Room")
-      .def(torch::init<Tensor, Tensor, bool, int64_t>())
-      .def("append", [](const c10::intrusive_ptr<Room>& room, const Tensor& keys,
-                        const Tensor& values) { return rows(room->append(keys, values)); })
-      .def("shown", [](const c10::intrusive_ptr<Room>& room) { return rows(room->shown()); })
-      .def("show", &Room::show)
-      .def("reorder", &Room::reorder)
-      .def("keep_past", &Room::keep_past)
-      .def("memory", &Room::memory)
-      .def("rows", &Room::stored)
-      .def("total", &Room::total)
-      .def("set_total", &Room::set_total);
+  register_room();
   m.class_<Tape>("Tape")
       .def(torch::init<std::vector<OptionalTensor>, std::vector<Tensor>>())
       .def("begin", &Tape::begin)
