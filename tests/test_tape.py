@@ -273,6 +273,13 @@ def test_angles_that_depend_on_the_length(rope: dict, both):
     assert both(model, prompt=10).steps(14) == 24
 
 
+def test_other_arguments(both):
+    """A tensor that a layer gets may differ with each token, so its code runs."""
+    conversation = both(fused())
+    assert conversation.steps(5, some_lengths=torch.arange(3)) == 0
+    assert conversation.steps(4, some_number=3) == 4
+
+
 def test_outputs_are_never_written_again(both, monkeypatch):
     """Those of the recorded token too, whoever keeps them."""
     kept, model = [], fused()
@@ -556,9 +563,16 @@ def test_the_model_is_not_kept_alive():
 
 def test_the_cache_is_not_kept_alive():
     model = fused()
-    stored = weakref.ref(replayed_conversation(model).cache.layers[0])
+    conversation = replayed_conversation(model)
     gc.collect()
-    assert stored() is None
+    gc.disable()  # its memory is freed at once
+    try:
+        layer = conversation.cache.layers[0]
+        stored, tapes = weakref.ref(layer), weakref.ref(layer.tape)
+        del conversation, layer
+        assert stored() is None and tapes() is None
+    finally:
+        gc.enable()
     assert not list(tape.TAPES[model.model.layers[0]])
 
 

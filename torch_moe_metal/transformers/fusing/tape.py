@@ -31,6 +31,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in (*HOOKS[:2], "_backward_hooks", "_backward_pre_hooks")]
 #: Arguments of a layer that change with each token without an effect, since angles and mask are inputs of the tape.
 OF_POSITION = {CACHE, "position_ids", "cache_position"}
+PLAIN_VALUES = (bool, int, float, str, type(None))
 #: Settings of a configuration that decide which code runs.
 SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions")
 
@@ -102,11 +103,12 @@ class LayerTape:
     recordings = 0
 
     def __init__(self, layer: nn.Module):
-        self.layer = weakref.ref(layer, self.clear)
+        itself = weakref.ref(self)  # a cycle would keep the cache's memory until the next garbage collection
+        self.layer = weakref.ref(layer, lambda _: (tape := itself()) and tape.clear())
         self.refused = layer in REFUSALS
         TAPES.setdefault(layer, WeakSet()).add(self)
 
-    def clear(self, _: object = None) -> None:
+    def clear(self) -> None:
         """Keep no weights."""
         self.__dict__.pop("replay", None)
         self.__dict__.pop("guard", None)
@@ -169,6 +171,8 @@ def computed(layer: nn.Module, forward: Callable, x: Tensor, mask, angles, kwarg
         return forward()
     inputs = (x, *(angles or (None, None)), mask)
     others = {name: value for name, value in kwargs.items() if name not in OF_POSITION}
+    if not all(isinstance(value, PLAIN_VALUES) for value in others.values()):  # tensors may differ with each token
+        return forward()
     output = tape.replayed(layer, stored.room, inputs, others)
     if output is None:
         return tape.recorded(layer, stored, inputs, others, forward) if tape.may_be_recorded() else forward()
