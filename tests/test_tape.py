@@ -448,6 +448,7 @@ CHANGES = {
     "unpatched": lambda model: torch_moe_metal.unpatch(model),
     "other experts": lambda model: model.set_experts_implementation("eager"),
     "other attention": lambda model: model.set_attn_implementation("eager"),
+    "a number": lambda model: setattr(of_layer(model).mlp.gate, "top_k", 1),
     "training": lambda model: of_layer(model).train(),
     "the dtype": lambda model: of_layer(model).to(torch.float32),
 }
@@ -472,7 +473,7 @@ def test_changes_of_the_model(what: str):
 
 
 #: A part of the guard's state, and a change that only it notices.
-PARTS = {0: "a submodule", 1: "a class", 2: "a forward", 4: "other experts"}
+PARTS = {0: "a submodule", 1: "a class", 2: "a forward", 3: "other experts"}
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Callable
 from itertools import chain
+from operator import itemgetter
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -19,7 +20,6 @@ from torch.nn.modules import module as nn_module
 
 from ..versions import CACHE
 from .cache import Cache, Growing, Room
-from .fused import Fused
 from .members import prepared_results
 
 #: TORCH_MOE_METAL_TAPE=0 switches tapes off.
@@ -32,8 +32,6 @@ GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in (*HOOKS[:2], "_
 #: Arguments of a layer that change with each token without an effect, since angles and mask are inputs of the tape.
 OF_POSITION = {CACHE, "position_ids", "cache_position"}
 PLAIN_VALUES = (bool, int, float, str, type(None))
-#: Settings of a configuration that decide which code runs.
-SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions")
 
 
 def modes() -> tuple:
@@ -52,6 +50,10 @@ def modes() -> tuple:
 PLAIN = ((False, True, False, 0, -1, False, False), (False, False, False, 0, -1, False, False))
 
 
+def plain_values(own: dict) -> itemgetter:
+    return itemgetter(*(name for name, value in own.items() if isinstance(value, PLAIN_VALUES)))
+
+
 class Guard:
     """Whether a layer would still run the same code on the same tensors. It keeps the layer's parts, but not the layer.
 
@@ -66,9 +68,9 @@ class Guard:
         self.empty = [table for table in tables if not table] + [own[name] for own in owns[1:] for name in HOOKS]
         self.members = [table.values() for table in tables if table]
         self.owns = owns
-        self.fused = [own for module, own in zip(modules, owns, strict=True) if isinstance(module, Fused)]
         configs = {id(own["config"]): vars(own["config"]) for own in owns if "config" in own}
-        self.configs = list(configs.values())
+        # Numbers and names, such as top_k, `training` and the implementation of attention.
+        self.plain = [(plain_values(own), own) for own in (*owns, *configs.values())]
         parameters = [own[name] for own in owns for name in ("_parameters", "_buffers")]
         self.tensors = [tensor for table in parameters for tensor in table.values() if tensor is not None]
         self.prepared = [result for module in modules for result in prepared_results(module)]
@@ -82,8 +84,7 @@ class Guard:
             [*map(id, chain.from_iterable(self.members))],
             [*map(type, self.inner)],
             [*map(len, self.owns)],
-            [own["training"] for own in self.fused],
-            [config.get(name) for config in self.configs for name in SETTINGS],
+            [values(own) for values, own in self.plain],
         )
 
     def holds(self, layer: nn.Module) -> bool:
