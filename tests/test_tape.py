@@ -449,6 +449,7 @@ CHANGES = {
     "other experts": lambda model: model.set_experts_implementation("eager"),
     "other attention": lambda model: model.set_attn_implementation("eager"),
     "a number": lambda model: setattr(of_layer(model).mlp.gate, "top_k", 1),
+    "a number less": lambda model: delattr(of_layer(model).mlp.gate, "num_experts"),
     "training": lambda model: of_layer(model).train(),
     "the dtype": lambda model: of_layer(model).to(torch.float32),
 }

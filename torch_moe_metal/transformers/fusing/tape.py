@@ -88,7 +88,10 @@ class Guard:
         )
 
     def holds(self, layer: nn.Module) -> bool:
-        if any(self.empty) or type(layer) is not self.kind or modes() != self.modes or self.read() != self.state:
+        try:
+            if any(self.empty) or type(layer) is not self.kind or modes() != self.modes or self.read() != self.state:
+                return False
+        except KeyError:  # an attribute was deleted
             return False
         return all([weight._version == version for weight, version, _ in self.prepared])
 
