@@ -112,7 +112,7 @@ class FusedPreNormLayer(Fused):
         if isinstance(mlp, FusedBlock):
             return mlp.parts(x, self, mlp, norm)
         known = isinstance(mlp, FusedMlp) and self.are_unmodified(norm) and self.is_plain_inference(x)
-        return ({}, {}) if known and self.still_selected() else None
+        return ({}, {}) if known and mlp.still_selected() else None  # the layer may have no configuration
 
     def mixer(self) -> tuple[str, nn.Module]:
         """Its name, and the module."""
