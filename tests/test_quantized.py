@@ -134,14 +134,14 @@ def test_fp8_equals_pytorch_rounding(N: int, C: int, dtype: torch.dtype, device:
 @pytest.mark.parametrize("format, bits, group", [width for width in WIDTHS if width[0] in packing.WRITTEN])
 def test_quantize_works_in_pieces(format: str, bits: int, group: int, monkeypatch):
     """Leading dimensions, strides and the size of pieces do not change the bytes."""
-    weight = random(2, 3, 300, 256)
+    weight = random(2, 2, 132, 256)
     whole = quantize(weight, format, bits, group)
     monkeypatch.setattr(packing, "AT_ONCE", 1000)
-    strided = torch.empty(256, 2, 300, 3).permute(1, 3, 2, 0).copy_(weight)
-    others = (quantize(other, format, bits, group) for other in (strided, weight[1, 2], weight[:0]))
+    strided = torch.empty(256, 2, 132, 2).permute(1, 3, 2, 0).copy_(weight)
+    others = (quantize(other, format, bits, group) for other in (strided, weight[1, 1], weight[:0]))
     for part, other, one, empty in zip(whole, *others, strict=True):
         if part is not None:
-            assert same_bits(part, other) and same_bits(part[1, 2], one) and empty.shape == (0, *part.shape[1:])
+            assert same_bits(part, other) and same_bits(part[1, 1], one) and empty.shape == (0, *part.shape[1:])
     sizes = packing.packed_sizes(weight.shape, format, bits, group, weight.dtype)
     assert list(sizes.values()) == [(tuple(part.shape), part.dtype) for part in whole if part is not None]
 

@@ -117,10 +117,14 @@ def test_the_same_tokens_on_mps(mps: str, family: str, bits: int | None):
 
 @pytest.fixture(params=["glm4_moe", "deepseek_v3"])
 def checkpoint(request, tmp_path: Path, monkeypatch) -> Path:
+    return drafting_checkpoint(request.param, tmp_path, monkeypatch)
+
+
+def drafting_checkpoint(family: str, folder: Path, monkeypatch, **kinds: list[str]) -> Path:
     """Two layers, and a third one for multi-token prediction. transformers' classes find the layer by its number, which
-    differs in the published models."""
+    differs in the published models. kinds: of the three layers."""
     sizes = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "tie_word_embeddings": False}
-    model = tiny_model(request.param, **sizes)
+    model = tiny_model(family, **sizes, **kinds)
     tensors, H = checkpoints.original(model), model.config.hidden_size
     more = {
         "eh_proj": torch.randn(H, 2 * H) / 8,
@@ -128,9 +132,11 @@ def checkpoint(request, tmp_path: Path, monkeypatch) -> Path:
     }
     tensors |= {f"model.layers.2.{name}.weight": tensor.clone() for name, tensor in more.items()}
     model.config.num_hidden_layers, model.config.num_mtp_layers = 2, 1
-    checkpoints.write(tmp_path, model, tensors)
+    for name, of_layers in kinds.items():
+        vars(model.config).update({name: of_layers[:2], f"mtp_{name}": of_layers[2:]})
+    checkpoints.write(folder, model, tensors)
     monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
-    return tmp_path
+    return folder
 
 
 @pytest.fixture
@@ -181,6 +187,18 @@ def test_drafting_layers_are_packed(checkpoint: Path, drafts: list, way: str):
     torch_moe_metal.unpatch(model)
     assert generate(model, ids, use_mtp=True)[0] == want
     assert not any(isinstance(module, Fused) for module in drafts[-1][0].modules())
+
+
+def test_drafts_for_a_recurrent_model(tmp_path: Path, drafts: list, monkeypatch):
+    """transformers refuses drafts for such models, because their states cannot go back. Of these families, only Ling has
+    drafting layers in transformers."""
+    kinds = {"layer_types": ["linear_attention", *["full_attention"] * 2], "mlp_layer_types": ["sparse"] * 3}
+    folder = drafting_checkpoint("bailing_hybrid", tmp_path, monkeypatch, **kinds)
+    model, ids = AutoModelForCausalLM.from_pretrained(folder), prompt(12)
+    torch_moe_metal.patch(model)
+    want, _ = generate(model, ids)
+    assert generate(model, ids, use_mtp=True)[0] == want and len(drafts) > TOKENS / 2
+    assert isinstance(drafts[0][0].layers[0].mtp_block, Fused)
 
 
 def test_drafts_of_a_packed_checkpoint_raise(tmp_path: Path):
