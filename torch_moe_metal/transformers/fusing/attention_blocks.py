@@ -116,7 +116,7 @@ def angles_of(position_embeddings: Tensor | tuple[Tensor, Tensor], kind: str) ->
 
 def gated(x: Tensor, gate: Tensor, function: str | Callable[[Tensor], Tensor]) -> Tensor:
     """x * function(gate), with gates [B, T, A, V] or [B, T, A, 1]."""
-    return ops.glu(gate.expand_as(x), x, activation="sigmoid") if function == "sigmoid" else x * function(gate)
+    return ops.glu(gate.expand(x.shape), x, activation="sigmoid") if function == "sigmoid" else x * function(gate)
 
 
 def with_neighbours_paired(heads: Tensor) -> Tensor:
