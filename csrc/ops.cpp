@@ -35,7 +35,7 @@ std::string recording_schema(const std::string& schema) { return schema.substr(0
 void define_classes(torch::Library& m) {
   register_room();
   m.class_<Tape>("Tape")
-      .def(torch::init<std::vector<OptionalTensor>, std::vector<Tensor>>())
+      .def(torch::init<std::vector<OptionalTensor>, std::vector<int64_t>, std::vector<Tensor>>())
       .def("begin", &Tape::begin)
       .def("end", &Tape::end)
       .def("refusal", &Tape::refusal)

@@ -13,10 +13,10 @@ namespace {
 constexpr std::string_view kOurs = "moe_metal::";
 // Ops that make a view, or memory that nothing has written.
 constexpr std::string_view kHarmless[] = {
-    "alias",        "as_strided", "chunk",     "detach",    "empty",     "expand", "flatten",
-    "narrow",       "permute",    "reshape",   "select",    "slice",     "split",  "split_with_sizes",
-    "squeeze",      "t",          "transpose", "unflatten", "unsqueeze", "view",   "_reshape_alias",
-    "_unsafe_view", "unbind",     "new_empty", "movedim"};
+    "alias",     "as_strided", "chunk",     "detach",    "empty", "expand",         "flatten",          "mT",
+    "narrow",    "permute",    "reshape",   "select",    "slice", "split",          "split_with_sizes", "squeeze",
+    "t",         "transpose",  "unflatten", "unsqueeze", "view",  "_reshape_alias", "_unsafe_view",     "unbind",
+    "new_empty", "movedim"};
 
 bool is_harmless(std::string_view name) {
   if (!name.starts_with("aten::")) return false;
@@ -44,8 +44,10 @@ struct Tape::Observed : at::ObserverContext {
   std::vector<c10::IValue> arguments;
 };
 
-Tape::Tape(std::vector<OptionalTensor> inputs, const std::vector<Tensor>& constants) : inputs_(std::move(inputs)) {
-  TORCH_CHECK(inputs_.size() == 4, "moe_metal::Tape: expected x, cos, sin and mask");
+Tape::Tape(std::vector<OptionalTensor> inputs, std::vector<int64_t> positions, const std::vector<Tensor>& constants)
+    : inputs_(std::move(inputs)), positions_(std::move(positions)) {
+  TORCH_CHECK(inputs_.size() == kInputs && positions_.size() == 2,
+              "moe_metal::Tape: expected x, cos, sin, mask, state, rows and log, and two positions");
   for (const Tensor& constant : constants) {
     constants_.emplace_back(constant, constant.const_data_ptr());
     known_.insert(memory_of(constant));
@@ -76,7 +78,7 @@ std::unique_ptr<at::ObserverContext> Tape::op_begins(const at::RecordFunction& o
   const std::string_view name = op.name();
   if (name.starts_with("moe_metal_tape::")) return nullptr;
   if (tape->inside_) {  // our own op calls PyTorch
-    const bool on_mps = !tape->inputs_.empty() && tape->inputs_[0] && tape->inputs_[0]->is_mps();
+    const bool on_mps = tape->inputs_[kX] && tape->inputs_[kX]->is_mps();
     if (on_mps && !is_harmless(name)) tape->refuse(c10::str("an op of ours calls ", name));
     return nullptr;
   }
@@ -144,12 +146,26 @@ void Tape::bind(Call& call, size_t index, const std::string& name, const Tensor&
     Input input = {index, i, std::nullopt};
     const int64_t offset = argument.storage_offset() - inputs_[i]->storage_offset();
     if (offset < 0) return refuse(name + " begins before the layer's input");
-    if (!same_layout(*inputs_[i], argument)) input.view = layout_of(argument, offset);
+    if (i >= kRows) {
+      bind_rows(input, name, argument);
+    } else if (!same_layout(*inputs_[i], argument)) {
+      input.view = layout_of(argument, offset);
+    }
     call.inputs.push_back(std::move(input));
     call.changes = true;
     return;
   }
   if (!made_.contains(memory) && !known_.contains(memory)) refuse(name + " is neither a weight nor of this layer");
+}
+
+void Tape::bind_rows(Input& input, const std::string& name, const Tensor& argument) {
+  const Tensor& memory = *inputs_[input.input];
+  const int64_t offset = argument.storage_offset() - memory.storage_offset();
+  const bool alike = argument.dim() == 3 && argument.size(0) == memory.size(0) && argument.size(2) == memory.size(2) &&
+                     argument.strides() == memory.strides();
+  if (!alike || offset % memory.stride(1) != 0) return refuse(name + " is not some rows of the cache");
+  input.first = offset / memory.stride(1) - positions_[input.input - kRows];
+  input.rows = argument.size(1);
 }
 
 // From now on the output is the caller's. Each replay makes a new one.
@@ -188,30 +204,46 @@ void Tape::end(const OptionalTensor& output) {
 }
 
 bool Tape::fit(const Inputs& inputs) const {
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if ((inputs[i] != nullptr) != inputs_[i].has_value()) return false;
-    if (!inputs[i]) continue;
-    const Tensor &now = *inputs[i], &then = *inputs_[i];
+  for (size_t i = 0; i < kInputs; ++i) {
+    const Tensor* const input = inputs.tensors[i];
+    if ((input != nullptr) != inputs_[i].has_value()) return false;
+    if (!input) continue;
+    const Tensor &now = *input, &then = *inputs_[i];
     if (now.scalar_type() != then.scalar_type() || now.dim() != then.dim()) return false;
+    if (i >= kRows) {  // memory of any length
+      if (now.size(0) != then.size(0) || now.size(2) != then.size(2)) return false;
+      continue;
+    }
     // A mask is longer with each token. Nothing may have to be copied that was not.
-    const bool same = now.sizes() == then.sizes();
-    if (same ? now.strides() != then.strides() : now.size(-1) == then.size(-1) || viewed_[i]) return false;
+    const bool same = now.sizes() == then.sizes(), longer = i == kMask && now.size(-1) != then.size(-1) && !viewed_[i];
+    if (same ? now.strides() != then.strides() : !longer) return false;
+  }
+  for (const Call& call : calls_) {
+    for (const Input& input : call.inputs) {
+      if (input.input < kRows) continue;
+      const int64_t first = inputs.positions[input.input - kRows] + input.first;
+      if (first < 0 || first + input.rows > inputs.tensors[input.input]->size(1)) return false;
+    }
   }
   const auto stays = [](const auto& constant) { return constant.first.const_data_ptr() == constant.second; };
   return std::all_of(constants_.begin(), constants_.end(), stays);
 }
 
+Tensor Tape::argument(const Input& input, const Inputs& inputs) {
+  const Tensor& now = *inputs.tensors[input.input];
+  if (input.input >= kRows) {
+    const int64_t first = inputs.positions[input.input - kRows] + input.first;
+    const int64_t sizes[] = {now.size(0), input.rows, now.size(2)};
+    return view_of(now, sizes, now.strides(), now.storage_offset() + first * now.stride(1));
+  }
+  const auto& view = input.view;
+  if (!view) return now;
+  return view_of(now, view->sizes(), view->strides(), now.storage_offset() + view->storage_offset());
+}
+
 void Tape::run(const Inputs& inputs) {
   for (Call& call : calls_) {
-    for (const Input& input : call.inputs) {
-      const Tensor& now = *inputs[input.input];
-      if (const auto& view = input.view) {
-        const int64_t offset = now.storage_offset() + view->storage_offset();
-        call.recorded->set(input.argument, view_of(now, view->sizes(), view->strides(), offset));
-      } else {
-        call.recorded->set(input.argument, now);
-      }
-    }
+    for (const Input& input : call.inputs) call.recorded->set(input.argument, argument(input, inputs));
     if (call.changes) {
       call.recorded->check(call.outputs);
     } else if (&call == &calls_.back()) {
@@ -222,9 +254,11 @@ void Tape::run(const Inputs& inputs) {
 }
 
 OptionalTensor Tape::replay(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin,
-                            const OptionalTensor& mask) {
+                            const OptionalTensor& mask, const OptionalTensor& state, const OptionalTensor& rows,
+                            const OptionalTensor& log, int64_t row, int64_t log_row) {
   const auto given = [](const OptionalTensor& input) { return Arguments::given(input) ? &*input : nullptr; };
-  const Inputs inputs = {&x, given(cos), given(sin), given(mask)};
+  const Inputs inputs = {{&x, given(cos), given(sin), given(mask), given(state), given(rows), given(log)},
+                         {row, log_row}};
   if (calls_.empty() || !fit(inputs) || busy_.test_and_set()) return std::nullopt;
   RECORD_FUNCTION("moe_metal::replay", std::vector<c10::IValue>());
   std::vector<std::pair<Room*, Room::State>> before;

@@ -24,6 +24,8 @@ inline float activated(float gate, float up, ActivationParams params) {
     }
     case Activation::swiglu_oai:
       return times_sigmoid(gate, params.alpha * gate) * (up + 1);
+    case Activation::sigmoid:
+      return times_sigmoid(up, gate);
   }
   return NAN;
 }

@@ -49,7 +49,7 @@ MOE_METAL_ENUM(Rule, delta, sum)
 MOE_METAL_ENUM(DecayKind, softplus, sigmoid)
 MOE_METAL_ENUM(ChannelOrder, qkv, vkq)
 MOE_METAL_ENUM(Pointwise, none, silu, sigmoid)
-MOE_METAL_ENUM(Activation, silu, gelu, gelu_tanh, relu2, swiglu_oai)
+MOE_METAL_ENUM(Activation, silu, gelu, gelu_tanh, relu2, swiglu_oai, sigmoid)
 
 // The routing options of the ops gate and route.
 struct RoutingParams {

@@ -104,7 +104,7 @@ def test_from_other_blocks():
         ({"n_group": 4, "topk_group": 5}, "topk_group: expected 1 to 4 (n_group), got 5"),
         ({"n_group": 4}, "top_k: expected 1 to 2 (the experts in topk_group groups), got 3"),
         ({"softcap": -1.0}, "softcap: expected a finite number >= 0, got -1"),
-        ({"activation": "x"}, "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai; got 'x'"),
+        ({"activation": "x"}, "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai, sigmoid; got 'x'"),
         ({"limit": 0.0}, "limit: expected a number > 0 or None, got 0"),
         ({"shared_gate": True}, "shared_gate: expected `shared` as well, got none"),
     ],

@@ -40,6 +40,7 @@ ACTIVATION = {
     "gelu_tanh": lambda g, alpha: g * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))),
     "relu2": lambda g, alpha: max(g, 0.0) ** 2,
     "swiglu_oai": lambda g, alpha: g * sigmoid(alpha * g),
+    "sigmoid": lambda g, alpha: sigmoid(g),
 }
 
 

@@ -19,8 +19,10 @@ from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 import torch_moe_metal
 from conftest import DEVICES, SIMULATED
 from tiny_models import CONFIGS, tiny_model, tokens
+from torch_moe_metal.transformers import restore, snapshot
 from torch_moe_metal.transformers.fusing import tape
 from torch_moe_metal.transformers.fusing.layers import FusedPreNormLayer
+from torch_moe_metal.transformers.fusing.linear_cache import GrowingLinearLayer
 from torch_moe_metal.transformers.versions import CACHE, OLD_CACHE, cache_of, with_cache
 
 RECURRENT = "its mixer keeps a recurrent state"
@@ -36,13 +38,11 @@ REASONS: dict[str, list[str | None]] = {
     "mimo_v2_flash": ["aten::mul"] * 2,
     "laguna": ["aten::to"] * 2,
     "flint": [None, "aten::copy_"],
-    "qwen3_next": [RECURRENT, "aten::sigmoid"],
-    "qwen3_5_moe_text": [RECURRENT, "aten::sigmoid"],
-    "granitemoehybrid": [RECURRENT, "aten::linear"],
-    "lara_mini": [RECURRENT, None, "aten::copy_"],
-    "bailing_hybrid": [RECURRENT, "aten::cat" if CACHE == OLD_CACHE else "aten::linear"],  # before 5.24, and since
-    "kimi_linear": [RECURRENT, "aten::linear"],
-    "lfm2_moe": [RECURRENT, "aten::sum"],
+    "granitemoehybrid": ["aten::mul", "aten::linear"],
+    "lara_mini": [None, None, "aten::copy_"],
+    "bailing_hybrid": [None, "aten::cat" if CACHE == OLD_CACHE else "aten::linear"],  # before 5.24, and since
+    "kimi_linear": [None, "aten::linear"],
+    "lfm2_moe": ["aten::sum"] * 2,
 }
 #: Families whose layers are not fused, or not by FusedPreNormLayer.
 WITHOUT_LAYERS = {
@@ -170,14 +170,17 @@ def test_every_family(family: str, both, monkeypatch):
 
 def test_the_report_says_what_is_not_replayed(monkeypatch):
     """At once if it is known, and an op that a tape cannot replay after it was met."""
-    model = tiny_model("qwen3_next")
+    model = tiny_model("qwen3_next", hidden_act="gelu")  # so its mixers are not fused
     rows = {row.name: row.note for row in torch_moe_metal.patch(model).rows}
     assert rows["model.layers.0"] == f"not replayed: {RECURRENT}" and rows["model.layers.1"] == ""
+    model = tiny_model("lfm2_moe")
+    rows = {row.name: row.note for row in torch_moe_metal.patch(model).rows}
+    assert rows["model.layers.1"] == ""
     conversation = Conversation(model)
     for _ in range(3):
         conversation.step()
     rows = {row.name: row.note for row in torch_moe_metal.patch(model).rows}
-    assert rows["model.layers.1"] == "not replayed: aten::sigmoid"
+    assert rows["model.layers.1"] == "not replayed: aten::sum"
     monkeypatch.setattr(tape, "ENABLED", False)
     assert "TORCH_MOE_METAL_TAPE is 0" in str(torch_moe_metal.patch(model))
 
@@ -194,8 +197,10 @@ def test_dtypes(dtype: torch.dtype, both):
     assert both(fused("gpt_oss", **WINDOW).to(dtype)).steps(6) == 8
 
 
-def test_packed_weights(both):
-    model = tiny_model("qwen3_moe", moe_intermediate_size=64, max_position_embeddings=512)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text"])
+def test_packed_weights(family: str, both):
+    shared = {"shared_expert_intermediate_size": 64} if family != "qwen3_moe" else {}
+    model = tiny_model(family, moe_intermediate_size=64, max_position_embeddings=512, **shared)
     torch_moe_metal.quantize_(model, bits=4)
     torch_moe_metal.patch(model)
     assert both(model).steps(6) == 8
@@ -204,6 +209,7 @@ def test_packed_weights(both):
 def test_on_each_device(device, both):
     assert both(fused("qwen3_moe", device)).steps(5) == 6
     assert both(fused("gpt_oss", device, **WINDOW), prompt=7).steps(5) >= 6
+    assert both(fused("qwen3_5_moe_text", device)).steps(5) == 6
 
 
 def dispatches(call: Callable[[], object]) -> list[tuple]:
@@ -307,7 +313,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
 def test_generate(family: str, how: str, monkeypatch):
     model, found = fused(family, **(WINDOW if family == "gpt_oss" else {})), []
     for on in (True, False):
@@ -380,6 +386,92 @@ def test_changes_of_the_cache(seed: int, both):
         conversation.steps(choose.randint(1, 5))
         conversation.change(choose.choice(BETWEEN))
     assert conversation.steps(6) >= 4
+
+
+# ------------------------------------------------------------------------------------------------ recurrent states
+
+
+def linear_layer(conversation: Conversation) -> GrowingLinearLayer:
+    return conversation.cache.layers[0]
+
+
+def new_state(conversation: Conversation) -> None:
+    states = linear_layer(conversation).recurrent_states
+    states[0] = states[0] * 0.5
+
+
+def new_inputs(conversation: Conversation) -> None:
+    states = linear_layer(conversation).conv_states
+    states[0] = states[0] * 0.5
+
+
+def state_in_place(conversation: Conversation) -> None:
+    linear_layer(conversation).recurrent_states[0].mul_(0.5)
+
+
+def select(conversation: Conversation) -> None:
+    conversation.cache.batch_select_indices(torch.tensor([1, 0]))
+
+
+def there_and_back(conversation: Conversation) -> None:
+    """Tokens that a snapshot takes back, one of them with the tape."""
+    kept = snapshot(conversation.cache)
+    several(conversation)
+    conversation.model(torch.full((conversation.batch, 1), 7), **with_cache(conversation.cache))
+    restore(conversation.cache, kept)
+
+
+def reset(conversation: Conversation) -> None:
+    conversation.cache.reset()
+    several(conversation)
+
+
+STATES = [reorder, several, copied, new_state, new_inputs, state_in_place, select, there_and_back, reset]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_changes_of_a_recurrent_cache(seed: int, both):
+    choose, conversation = random.Random(seed), both(fused("qwen3_5_moe_text"), batch=2)
+    for _ in range(10):
+        conversation.steps(choose.randint(1, 5))
+        conversation.change(choose.choice(STATES))
+    assert conversation.steps(6) >= 4
+
+
+def test_rows_of_a_recurrent_cache_in_new_memory(both, monkeypatch):
+    """It is replaced twice. The tape stays, but for the tokens that need new memory."""
+    recorded, stock = [], tape.LayerTape.recorded
+    monkeypatch.setattr(tape.LayerTape, "recorded", lambda *args: recorded.append(1) or stock(*args))
+    replayed = both(fused("qwen3_5_moe_text")).steps(140)
+    assert replayed == 2 * 138 - 2
+    assert len(recorded) == 2
+
+
+def test_tokens_that_can_be_cropped(both):
+    """As on mps, where `generate` crops after each token whether or not it takes the last one back."""
+    conversation = both(fused("qwen3_5_moe_text"), batch=2)
+    conversation.steps(2)
+    conversation.change(lambda each: each.cache.activate_past_recording())
+    for count in (0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0):
+        conversation.step()
+        conversation.change(lambda each, count=count: crop(each, count))
+    assert conversation.replayed >= 8
+    conversation.steps(3)  # without a crop the log is longer with each token
+    conversation.change(several)
+    conversation.steps(4)
+
+
+def test_padded_prompts(monkeypatch):
+    model, ids = fused("qwen3_5_moe_text"), tokens(3, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[2, :1] = 0
+    found = []
+    for on in (True, False):
+        monkeypatch.setattr(tape, "ENABLED", on)
+        options = {"attention_mask": mask, "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+        replayed = replays(lambda options=options: found.append(model.generate(ids, pad_token_id=0, **options)))
+        assert bool(replayed) == on
+    assert torch.equal(*found)
 
 
 class Adapter(nn.Module):

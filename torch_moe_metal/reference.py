@@ -267,6 +267,7 @@ ACTIVATIONS = {
     "gelu_tanh": lambda gate, up, alpha: F.gelu(gate, approximate="tanh") * up,
     "relu2": lambda gate, up, alpha: F.relu(gate).square() * up,
     "swiglu_oai": lambda gate, up, alpha: gate * torch.sigmoid(alpha * gate) * (up + 1),
+    "sigmoid": lambda gate, up, alpha: torch.sigmoid(gate) * up,
 }
 
 
@@ -278,7 +279,8 @@ def glu(
     alpha: float = 1.702,
     limit: float | None = None,
 ) -> Tensor:
-    """act(gate) * up. activation: silu, gelu, gelu_tanh, relu2 or swiglu_oai; `alpha` is an option of swiglu_oai.
+    """act(gate) * up. activation: silu, gelu, gelu_tanh, relu2, swiglu_oai or sigmoid; `alpha` is an option of
+    swiglu_oai.
 
     `limit` clamps gate from above and up on both sides.
     """

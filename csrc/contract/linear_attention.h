@@ -172,6 +172,15 @@ inline void check_heads(Arguments& args, LinearAttention& call, const Tensor& q,
   std::tie(call.A, call.D, call.V) = std::tuple(args['A'], args['D'], args['V']);
 }
 
+// [B, T, A, ...] -> [B, T, J, A / J, ...], without PyTorch's dispatcher
+inline Tensor with_groups(const Tensor& tensor, int64_t heads, int64_t group) {
+  c10::SmallVector<int64_t, 5> sizes(tensor.sizes().begin(), tensor.sizes().end());
+  c10::SmallVector<int64_t, 5> strides(tensor.strides().begin(), tensor.strides().end());
+  sizes[2] = group, sizes.insert(sizes.begin() + 2, heads);
+  strides.insert(strides.begin() + 2, strides[2] * group);
+  return view_of(tensor, sizes, strides, tensor.storage_offset());
+}
+
 inline constexpr char schema_linear_attention_[] =
     "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta=None, Tensor? gate=None, Tensor? log_rate=None, "
     "Tensor? decay_bias=None, Tensor? norm_weight=None, Tensor? skip=None, Tensor? conv_weight=None, "
@@ -206,7 +215,7 @@ inline LinearAttention check_linear_attention_(
   call.beta = args.parameter("beta", beta, heads);
   call.gate = args.activation("gate", gate, by_group ? "BTJQV" : "BTAV");
   for (Tensor* tensor : {&call.v, &call.gate, &call.decay, &call.beta}) {
-    if (tensor->defined() && !by_group) *tensor = tensor->unflatten(2, {call.J, call.group()});
+    if (tensor->defined() && !by_group) *tensor = with_groups(*tensor, call.J, call.group());
   }
   call.log_rate = args.parameter("log_rate", log_rate, "A");
   call.decay_bias = args.parameter("decay_bias", decay_bias, by_channel ? "AD" : "A");

@@ -25,9 +25,11 @@ inline Vec activated(Vec gate, Vec up, const ActivationParams& params) {
   } else if constexpr (activation == Activation::relu2) {
     const Vec positive = at::vec::clamp_min(gate, Vec(0));
     return positive * positive * up;
-  } else {
-    static_assert(activation == Activation::swiglu_oai);
+  } else if constexpr (activation == Activation::swiglu_oai) {
     return times_sigmoid(gate, Vec(params.alpha) * gate) * (up + Vec(1));
+  } else {
+    static_assert(activation == Activation::sigmoid);
+    return times_sigmoid(up, gate);
   }
 }
 
@@ -43,6 +45,7 @@ inline void with_activation(Activation activation, Body&& body) {
     MOE_METAL_CASE(gelu_tanh);
     MOE_METAL_CASE(relu2);
     MOE_METAL_CASE(swiglu_oai);
+    MOE_METAL_CASE(sigmoid);
   }
 #undef MOE_METAL_CASE
 }

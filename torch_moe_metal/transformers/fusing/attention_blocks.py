@@ -1,7 +1,7 @@
 """The fused attention: joined projections, and rope with its norms as one op. `attention.py` then attends."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class FusedProjections(JoinedProjections):
                 stored = updated(cache, *stored, self.layer_idx, kwargs)
             output, weights = self.attend(q, *stored, attention_mask, **kwargs)
         if gate is not None:
-            output = output * record.gate(gate).reshape(*output.shape[:-1], -1)
+            output = gated(output, gate.reshape(*output.shape[:-1], -1), record.gate)
         output = output.reshape(*hidden_states.shape[:-1], -1)
         projection = self._modules[record.output]
         return (product(output, projection) if self.are_unmodified(projection) else projection(output)), weights
@@ -117,6 +117,11 @@ def angles_of(position_embeddings: Tensor | tuple[Tensor, Tensor], kind: str) ->
         return cos, sin
     half = cos.shape[-1] // 2
     return cos[..., :half], sin[..., :half]
+
+
+def gated(x: Tensor, gate: Tensor, function: str | Callable[[Tensor], Tensor]) -> Tensor:
+    """x * function(gate), with gates [B, T, A, V] or [B, T, A, 1]."""
+    return ops.glu(gate.expand(x.shape), x, activation="sigmoid") if function == "sigmoid" else x * function(gate)
 
 
 def with_neighbours_paired(heads: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ A tensor that was taken out of the cache does not change, with one exception: af
 cropped rows. A copy of a cache (deepcopy, pickle) shares no memory with it, and has transformers' own layers.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import cached_backends
@@ -45,6 +47,13 @@ def alike(stored: Tensor | None, new: Tensor) -> bool:
         return same_kind and not stored.numel()
     old, more = stored.shape, new.shape
     return same_kind and old[-1] == more[-1] and old[:-2] == more[:-2]
+
+
+class ForTape(NamedTuple):
+    """What a tape gets of a layer of the cache besides its room."""
+
+    inputs: tuple = (None, None, None, 0, 0)  # the state, the convolution's rows and the log of a linear mixer, and the positions in both
+    pending: int = 0  # rows of the log that the state does not contain yet
 
 
 PARTS = ("keys", "values")
@@ -97,6 +106,13 @@ class Growing(DynamicLayer):
         """Store what torch.compile reads, if it is used at all. Called after each change of the room."""
         if any(cached_backends.values()):  # torch.compiler.disable has None
             self.take_from(self.room)
+
+    def for_tape(self, mask: Tensor | None) -> ForTape | None:
+        return None if self.room is None else ForTape()
+
+    def replayed(self) -> None:
+        """Called after a tape has appended a token."""
+        self.show()
 
     def may_grow(self, keys: Tensor, values: Tensor) -> bool:
         """Not if a trace would record the writes, or if autograd may need the tensors that they change."""

@@ -17,7 +17,7 @@ from ...grad import wants_grad
 from ...warmup import warm_up_best_effort
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments
 from .members import member, setting, submodule
-from .projections import join
+from .projections import join, product
 from .records import Record
 
 ops = torch.ops.moe_metal
@@ -85,6 +85,10 @@ class Fused(nn.Module):
         """x normalised by the submodule of this name."""
         norm = self._modules[name]
         return rms_norm(x, norm) if self.are_unmodified(norm) else norm(x)
+
+    def product(self, x: Tensor, layer: nn.Module) -> Tensor:
+        """The result of one of its linear layers."""
+        return product(x, layer) if self.are_unmodified(layer) else layer(x)
 
     def still_selected(self) -> bool:
         """Whether no other experts were selected since. transformers' exporters do that for targets without our ops."""

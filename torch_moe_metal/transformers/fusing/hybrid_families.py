@@ -1,7 +1,5 @@
 """The families with mixers that keep a recurrent state instead of keys and values: part of `families.FAMILIES`."""
 
-import torch
-
 from . import linear_options as linear
 from . import routing
 from . import tiny_sizes as sizes
@@ -52,7 +50,7 @@ LOW_RANK_DELTA = CHANNEL_DELTA | {
 HYBRID_FAMILIES = {
     "qwen3_next": Family(
         block=Block("Qwen3NextSparseMoeBlock", routing.softmax_optional, **GATED_SHARED),
-        attention=Attention("Qwen3NextAttention", norm_weight=one_plus_weight, gate=torch.sigmoid),
+        attention=Attention("Qwen3NextAttention", norm_weight=one_plus_weight, gate="sigmoid"),
         linear=LinearAttention("Qwen3NextGatedDeltaNet", **GROUPED_DELTA_NET),
         layer=Layer("Qwen3NextDecoderLayer", mixers=("linear_attn", "self_attn"), norm_weight=one_plus_weight),
         mlp=Mlp("Qwen3NextMLP"),
@@ -62,7 +60,7 @@ HYBRID_FAMILIES = {
     "qwen3_5_moe_text": Family(
         folder="qwen3_5_moe",
         block=Block("Qwen3_5MoeSparseMoeBlock", routing.softmax, **GATED_SHARED),
-        attention=Attention("Qwen3_5MoeAttention", norm_weight=one_plus_weight, gate=torch.sigmoid),
+        attention=Attention("Qwen3_5MoeAttention", norm_weight=one_plus_weight, gate="sigmoid"),
         linear=LinearAttention("Qwen3_5MoeGatedDeltaNet", **DELTA_NET),
         layer=Layer("Qwen3_5MoeDecoderLayer", mixers=("linear_attn", "self_attn"), norm_weight=one_plus_weight),
         mlp=Mlp("Qwen3_5MoeMLP"),
@@ -112,7 +110,7 @@ HYBRID_FAMILIES = {
     ),
     "bailing_hybrid": Family(
         block=Block("BailingHybridMoE", routing.deepseek_v3, shared="shared_experts"),
-        attention=LatentAttention("BailingHybridAttention", gate=torch.sigmoid),
+        attention=LatentAttention("BailingHybridAttention", gate="sigmoid"),
         linear=LinearAttention("BailingHybridDeltaAttention", decay=linear.bailing_decay, **CHANNEL_DELTA),
         layer=Layer("BailingHybridDecoderLayer"),
         mlp=Mlp("BailingHybridMLP"),

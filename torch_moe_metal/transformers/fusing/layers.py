@@ -14,6 +14,7 @@ from .experts import why_not_fused
 from .families import NOT_FUSED, RECORDS, class_name
 from .fused import Fused, eps_of, original_class
 from .hybrid_families import RECURRENT
+from .linear_blocks import FusedMixer
 from .members import member, prepared
 from .moe_blocks import FusedBlock, FusedMlp
 from .projections import FEW_TOKENS
@@ -76,6 +77,8 @@ class FusedPreNormLayer(Fused):
     def why_never_taped(self) -> str | None:
         """Why no token of this layer can be replayed, or None."""
         _, mixer = self.mixer()
+        if isinstance(mixer, FusedMixer):
+            return None
         if keeps_state(mixer):
             return "its mixer keeps a recurrent state"
         if not isinstance(mixer, FusedProjections):

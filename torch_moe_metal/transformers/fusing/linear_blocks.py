@@ -2,7 +2,6 @@
 projection of the output."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...packed_layers import Linear
@@ -45,7 +44,7 @@ class FusedMixer(JoinedProjections):
         output = self.mix(x, attention_mask, step, weights)
         if step.done is not None:
             step.done()
-        return self._modules[self.record.output](output)
+        return self.product(output, self._modules[self.record.output])
 
     def is_ready(self, x: Tensor, mask: Tensor | None, weights: tuple[Tensor | None, ...]) -> bool:
         """Whether our op can compute this call."""
@@ -128,7 +127,7 @@ class FusedLinearAttention(FusedMixer):
 
     def mix(self, x: Tensor, mask: Tensor | None, step: Step, weights: tuple[Tensor | None, ...]) -> Tensor:
         record = self.record
-        tensors = (*record.split(self, *project(x, self.parts(record.projections), F.linear)), *weights, step.past)
+        tensors = (*record.split(self, *project(x, self.parts(record.projections))), *weights, step.past)
         options = self.options(step, x.shape[1]) | {"eps": eps_of(self._modules[record.norm])}
         if step.replay:
             options["replay"] = step.replay
@@ -192,5 +191,5 @@ class FusedShortConv(FusedMixer):
         return Sizes(channels, taps)
 
     def mix(self, x: Tensor, mask: Tensor | None, step: Step, weights: tuple[Tensor | None, ...]) -> Tensor:
-        before, after, y = self._modules["in_proj"](x).chunk(3, -1)
+        before, after, y = self.product(x, self._modules["in_proj"]).chunk(3, -1)
         return ops.short_conv_(y, *weights, before, after, step.past, step.kept)

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from .cache import ForTape
+
 ops = torch.ops.moe_metal
 
 #: A call of up to this many tokens can be cropped as a whole.
@@ -90,6 +92,8 @@ class GrowingLinearLayer(LinearAttentionLayer):
     cropped = True  # whether those that are left are final
     sizes: Sizes | None = None
     is_ours = False  # whether the last call was
+    room = None  # only layers with keys and values have one
+    tape = None  # the LayerTape of the layer of the model that uses this one
 
     # ------------------------------------------------------------------------------- as transformers sees it
 
@@ -253,6 +257,25 @@ class GrowingLinearLayer(LinearAttentionLayer):
         state = state.mT if sizes.transposed else state
         return Step(place.past, place.kept, state, logged.log, logged.replay, continues, done)
 
+    def for_tape(self, mask: Tensor | None) -> ForTape | None:
+        """None if the next token cannot be replayed. It needs new memory, or nothing has cropped the last tokens while
+        the cache records. The others take the same way as `step`."""
+        own, memory, log = vars(self), self.memory, self.log
+        if mask is not None or memory is None or not self.in_memory() or self.end >= memory.shape[1]:
+            return None
+        state, records = own["recurrent_states"][0], self.record_past and self.is_recurrent_states_initialized[0]
+        steady = self.cropped and log is not None and self.start + 2 <= log.shape[1] if records else log is None
+        if not (steady and self.pending == records and self.has_previous_state[0]):
+            return None
+        if not all(tensor is None or is_writable(tensor) for tensor in (state, memory, log)):
+            return None
+        return ForTape((state, memory, log, self.end, self.start), self.pending)
+
+    def replayed(self) -> None:
+        """Called after a tape has computed a token."""
+        self.end, self.stale, self.cropped = self.end + 1, True, False
+        self.start += self.pending
+
     def initialize(self, x: Tensor, sizes: Sizes) -> None:
         """What transformers' layer does at its first call, but for the states."""
         if self.device is None:
@@ -325,7 +348,10 @@ class Logged(NamedTuple):
 
 
 #: The attributes that transformers' layer does not have.
-OURS = ("memory", "end", "first", "shown", "stale", "log", "start", "pending", "cropped", "sizes", "is_ours")
+OURS = (
+    *("memory", "end", "first", "shown", "stale", "log", "start", "pending", "cropped", "sizes", "is_ours"),
+    "tape",
+)
 
 
 def is_writable(tensor: Tensor) -> bool:

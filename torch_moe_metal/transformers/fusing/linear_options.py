@@ -58,8 +58,8 @@ def channel_delta(mixer, q, k, v, beta, decay, gate):
 
 def low_rank_channel_delta(mixer, q, k, v, beta, decay, gate):
     """The same, with decay and gate of low rank."""
-    decay = mixer._modules["forget_gate"]._modules["f_b_proj"](decay)
-    return channel_delta(mixer, q, k, v, beta, decay, mixer._modules["g_b_proj"](gate))
+    decay = mixer.product(decay, mixer._modules["forget_gate"]._modules["f_b_proj"])
+    return channel_delta(mixer, q, k, v, beta, decay, mixer.product(gate, mixer._modules["g_b_proj"]))
 
 
 def channel_parameters(mixer):

@@ -20,6 +20,7 @@ from torch.nn.modules import module as nn_module
 
 from ..versions import CACHE
 from .cache import Cache, Growing, Room
+from .linear_cache import GrowingLinearLayer
 from .members import prepared_results
 
 #: TORCH_MOE_METAL_TAPE=0 switches tapes off.
@@ -32,6 +33,7 @@ GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in (*HOOKS[:2], "_
 #: Arguments of a layer that change with each token without an effect, since angles and mask are inputs of the tape.
 OF_POSITION = {CACHE, "position_ids", "cache_position"}
 PLAIN_VALUES = (bool, int, float, str, type(None))
+Stored = Growing | GrowingLinearLayer
 
 
 def modes() -> tuple:
@@ -101,8 +103,8 @@ class LayerTape:
 
     replay: Callable | None = None
     guard: Guard
-    room: Room
-    others: dict  # the arguments of the layer besides the tape's inputs and positions
+    room: Room | None
+    others: dict  # the arguments of the layer besides the tape's inputs and positions, and what of the cache is as then
     steps = 0  # tokens since there was a tape
     recordings = 0
 
@@ -117,7 +119,7 @@ class LayerTape:
         self.__dict__.pop("replay", None)
         self.__dict__.pop("guard", None)
 
-    def replayed(self, layer: nn.Module, room: Room, inputs: tuple, others: dict) -> Tensor | None:
+    def replayed(self, layer: nn.Module, room: Room | None, inputs: tuple, others: dict) -> Tensor | None:
         """The layer's output, or None if its code must run."""
         if self.replay is None or self.room is not room or self.others != others or not self.guard.holds(layer):
             return None
@@ -129,12 +131,12 @@ class LayerTape:
         self.clear()
         return self.steps >= 2 and self.recordings < MOST_RECORDINGS and modes() in PLAIN
 
-    def recorded(self, layer: nn.Module, stored: Growing, inputs: tuple, others: dict, forward: Callable) -> Tensor:
+    def recorded(self, layer: nn.Module, stored: Stored, inputs: tuple, others: dict, forward: Callable) -> Tensor:
         """The output of `forward`, which is recorded."""
         guard, room, output = Guard(layer), stored.room, None
         if any(guard.empty):
             return forward()
-        recorder = torch.classes.moe_metal.Tape(inputs, guard.constants())
+        recorder = torch.classes.moe_metal.Tape(inputs[:-2], inputs[-2:], guard.constants())
         self.recordings += 1
         recorder.begin()
         try:
@@ -153,34 +155,36 @@ TAPES: WeakKeyDictionary[nn.Module, WeakSet[LayerTape]] = WeakKeyDictionary()
 REFUSALS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def layer_of_cache(layer: nn.Module, x: Tensor, kwargs: dict) -> Growing | None:
-    """The layer of the cache, if it holds a room and if `x` is one new token of each sequence."""
+def layer_of_cache(layer: nn.Module, x: Tensor, kwargs: dict) -> Stored | None:
+    """The layer of the cache, if it is ours and if `x` is one new token of each sequence."""
     if not ENABLED or type(x) is not Tensor or x.dim() != 3 or x.shape[1] != 1 or torch.compiler.is_compiling():
         return None
     layers, index = getattr(kwargs.get(CACHE), "layers", ()), layer.mixer()[1].__dict__.get("layer_idx", -1)
     stored = layers[index] if 0 <= index < len(layers) else None
-    return stored if isinstance(stored, Growing) and stored.room is not None else None
+    return stored if isinstance(stored, Stored) else None
 
 
 def computed(layer: nn.Module, forward: Callable, x: Tensor, mask, angles, kwargs: dict) -> Tensor:
     """The output of a layer for one new token of each sequence: replayed if there is a tape, else by `forward()`, which
     may be recorded."""
     stored = layer_of_cache(layer, x, kwargs)
-    if stored is None or not (angles is None or (type(angles) is tuple and len(angles) == 2)):
+    part = None if stored is None else stored.for_tape(mask)
+    if part is None or not (angles is None or (type(angles) is tuple and len(angles) == 2)):
         return forward()
     tape = stored.tape
     if tape is None or tape.layer() is not layer:
         tape = stored.tape = LayerTape(layer)
     if tape.refused:
         return forward()
-    inputs = (x, *(angles or (None, None)), mask)
+    inputs = (x, *(angles or (None, None)), mask, *part.inputs)
     others = {name: value for name, value in kwargs.items() if name not in OF_POSITION}
+    others["rows to apply"] = part.pending
     if not all(isinstance(value, PLAIN_VALUES) for value in others.values()):  # tensors may differ with each token
         return forward()
     output = tape.replayed(layer, stored.room, inputs, others)
     if output is None:
         return tape.recorded(layer, stored, inputs, others, forward) if tape.may_be_recorded() else forward()
-    stored.show()
+    stored.replayed()
     return output
 
 
