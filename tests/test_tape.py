@@ -20,7 +20,7 @@ import torch_moe_metal
 from conftest import DEVICES, SIMULATED
 from tiny_models import CONFIGS, tiny_model, tokens
 from torch_moe_metal.transformers.fusing import tape
-from torch_moe_metal.transformers.fusing.layers import FusedPreNormLayer
+from torch_moe_metal.transformers.fusing.layers import TapedLayer
 from torch_moe_metal.transformers.versions import CACHE, OLD_CACHE, cache_of, with_cache
 
 RECURRENT = "its mixer keeps a recurrent state"
@@ -159,7 +159,7 @@ def both(monkeypatch) -> Callable[..., Both]:
 def test_every_family(family: str, both, monkeypatch):
     """The reason why a family's layers are not replayed is listed, so none is lost in silence."""
     model = fused(family)
-    layers = [module for module in model.modules() if isinstance(module, FusedPreNormLayer)]
+    layers = [module for module in model.modules() if isinstance(module, TapedLayer)]
     replayed = both(model).steps(5)
     monkeypatch.setattr(tape, "ENABLED", True)
     reasons = [tape.why_not_taped(layer) for layer in layers]

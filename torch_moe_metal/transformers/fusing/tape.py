@@ -166,6 +166,8 @@ def computed(layer: nn.Module, forward: Callable, x: Tensor, mask, angles, kwarg
     """The output of a layer for one new token of each sequence: replayed if there is a tape, else by `forward()`, which
     may be recorded."""
     stored = layer_of_cache(layer, x, kwargs)
+    if stored is not None and type(angles) is Tensor and angles.is_complex():
+        angles = angles.real, angles.imag
     if stored is None or not (angles is None or (type(angles) is tuple and len(angles) == 2)):
         return forward()
     tape = stored.tape
