@@ -21,30 +21,22 @@ from conftest import DEVICES, SIMULATED
 from tiny_models import CONFIGS, tiny_model, tokens
 from torch_moe_metal.transformers.fusing import tape
 from torch_moe_metal.transformers.fusing.layers import TapedLayer
-from torch_moe_metal.transformers.versions import CACHE, OLD_CACHE, cache_of, with_cache
+from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 RECURRENT = "its mixer keeps a recurrent state"
-COMPLEX = "its angles are complex numbers"
 #: Why the layers of a family are not replayed, or None for a layer that is. All layers of the other families are.
 REASONS: dict[str, list[str | None]] = {
-    "hunyuan_v1_moe": ["aten::copy_"] * 2,
-    "deepseek_v2": [COMPLEX] * 2,
     "mistral4": ["aten::div"] * 2,
-    "deepseek_v3": ["aten::linear"] * 2,
-    "sarvam_mla": ["aten::linear"] * 2,
-    "glm4_moe_lite": ["aten::linear"] * 2,
-    "mimo_v2_flash": ["aten::mul"] * 2,
     "laguna": ["aten::to"] * 2,
-    "flint": [None, "aten::copy_"],
     "qwen3_next": [RECURRENT, "aten::sigmoid"],
     "qwen3_5_moe_text": [RECURRENT, "aten::sigmoid"],
     "granitemoehybrid": [RECURRENT, "aten::linear"],
-    "lara_mini": [RECURRENT, None, "aten::copy_"],
-    "bailing_hybrid": [RECURRENT, "aten::cat" if CACHE == OLD_CACHE else "aten::linear"],  # before 5.24, and since
-    "kimi_linear": [RECURRENT, "aten::linear"],
+    "lara_mini": [RECURRENT, None, None],
+    "bailing_hybrid": [RECURRENT, "aten::sigmoid"],
+    "kimi_linear": [RECURRENT, None],
     "lfm2_moe": [RECURRENT, "aten::sum"],
 }
-#: Families whose layers are not fused, or not by FusedPreNormLayer.
+#: Families whose layers are not fused.
 WITHOUT_LAYERS = {
     "flex_olmo",
     "granitemoe",
@@ -57,7 +49,6 @@ WITHOUT_LAYERS = {
     "hy_v4",
     "minimax_m3_vl_text",
     "llama4_text",
-    "gemma4_text",
     "minimax",
     "jamba",
     "nemotron_h",
@@ -204,6 +195,7 @@ def test_packed_weights(both):
 def test_on_each_device(device, both):
     assert both(fused("qwen3_moe", device)).steps(5) == 6
     assert both(fused("gpt_oss", device, **WINDOW), prompt=7).steps(5) >= 6
+    assert both(fused("gemma4_text", device)).steps(4) == 4
 
 
 def dispatches(call: Callable[[], object]) -> list[tuple]:
@@ -213,23 +205,17 @@ def dispatches(call: Callable[[], object]) -> list[tuple]:
     with metal_sim.record() as record:
         call()
 
-    def bound(kernel: str, argument: dict) -> tuple:
-        params = argument.get("bytes") or ""
-        if kernel.startswith("rope"):
-            params = params[: 2 * 316]  # of RopeParams' 320 bytes the last four are padding
-        return argument["index"], argument.get("offset"), params
+    def bound(argument: dict) -> tuple:
+        return argument["index"], argument.get("offset"), argument.get("bytes") or ""
 
-    return [
-        (each.kernel, each.grid, each.threads, [bound(each.kernel, argument) for argument in each.arguments])
-        for each in record.dispatches
-    ]
+    return [(each.kernel, each.grid, each.threads, [*map(bound, each.arguments)]) for each in record.dispatches]
 
 
 @pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="a Mac's own Metal does not record")
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_same_dispatches(batch: int, both):
+@pytest.mark.parametrize(("family", "batch"), [("qwen3_moe", 1), ("deepseek_v3", 3)])
+def test_the_same_dispatches(family: str, batch: int, both):
     """Each replayed dispatch is the one that the layer's code encodes: kernel, grid, offsets and params."""
-    conversation = both(fused("qwen3_moe", "mps"), batch=batch)
+    conversation = both(fused(family, "mps"), batch=batch)
     conversation.steps(3)
     found, expected = (
         dispatches(lambda on=on, each=each: conversation.of(on, each.step))

@@ -1,6 +1,7 @@
 """The fused attention: joined projections, and rope with its norms as one op. `attention.py` then attends."""
 
 import sys
+
 import torch
 from torch import Tensor, nn
 
@@ -83,7 +84,7 @@ class FusedProjections(JoinedProjections):
 
     def room(self, x: Tensor, cache: Cache | None, mask: Tensor | None, kwargs: dict) -> Room | None:
         """The room of the cache that `over_room` can use for this token, or None."""
-        if x.shape[1] != 1 or self.is_paged or self.training or not self.takes_room():
+        if x.shape[1] != 1 or self.is_paged or self.training or not self.takes_room(kwargs):
             return None
         ours = setting(self.config, "_attn_implementation_internal") == NAME and not shows_attentions(self)
         if not ours or kwargs.get("output_attentions") or why_not_ours(x, x, x, None, kwargs):
@@ -91,7 +92,7 @@ class FusedProjections(JoinedProjections):
         known = mask is None or (mask.dim() == 4 and mask.dtype in (torch.bool, torch.float32, x.dtype))
         return room_of(cache, self) if known and (mask is None or mask.shape[-1] > 1) else None
 
-    def takes_room(self) -> bool:
+    def takes_room(self, kwargs: dict) -> bool:
         """Whether there is an `over_room` for this attention."""
         raise NotImplementedError
 
@@ -144,8 +145,8 @@ class FusedAttention(FusedProjections):
     joined = ("q_proj", "k_proj", "v_proj", "g_proj")
     norms_values = False
 
-    def takes_room(self) -> bool:
-        return self.record.angles != "complex" and not self.__dict__.get("store_full_length_kv")
+    def takes_room(self, kwargs: dict) -> bool:
+        return self.record.angles != "complex"
 
     def over_room(
         self, room: Room, x: Tensor, projections: list, norms: list, angles: tuple | None, mask: Tensor | None
@@ -236,6 +237,14 @@ class FusedGemma4Attention(FusedAttention):
     def heads(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple:
         return super().heads(q, k, k if v is None else v)
 
+    def is_shared(self) -> bool:
+        """Whether other layers use its keys and values. Those of the last layers are stored in any case."""
+        return self.store_full_length_kv and self.config.num_kv_shared_layers > 0
+
+    def takes_room(self, kwargs: dict) -> bool:
+        asked = self.store_full_length_kv and kwargs.get("return_shared_kv_states")  # by an assistant
+        return not (self.is_shared() or asked)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared_kv_states=None, **kwargs):
         if self.store_full_length_kv:
             shared_kv_states[self.layer_type] = k, v
@@ -268,7 +277,7 @@ class FusedLatentAttention(FusedProjections):
         latent, k_rot = latent.unsqueeze(2).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         return heads_of(q, self.qk_head_dim), latent, k_rot, gate
 
-    def takes_room(self) -> bool:
+    def takes_room(self, kwargs: dict) -> bool:
         return self.is_plain_expansion()
 
     def over_room(
@@ -324,8 +333,8 @@ class FusedLatentAttention(FusedProjections):
         """The weights that multiply the unrotated part of the queries, [A, R, N], and the weighted sums of latents,
         [A, V, R], of each head, as arguments of `_linear_of_heads`.
 
-        They are the halves of kv_b_proj. That of the keys is used transposed, so it is prepared once, dense. That of the
-        values is read as it is stored, unless the rows of several heads share scales.
+        They are the halves of kv_b_proj. That of the keys is used transposed, so it is prepared once, dense. That of
+        the values is read as it is stored, unless the rows of several heads share scales.
         """
         layer, sizes = self._modules["kv_b_proj"], [self.qk_nope_head_dim, self.v_head_dim]
         packed = isinstance(layer, Linear)

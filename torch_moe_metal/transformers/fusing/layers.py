@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..versions import CACHE, cache_argument
 from . import tape
 from .attention import warm_up_attention
-from .attention_blocks import FusedProjections
+from .attention_blocks import FusedGemma4Attention, FusedProjections
 from .cache import grow_in_place
 from .experts import why_not_fused
 from .families import NOT_FUSED, RECORDS, class_name
@@ -177,11 +177,10 @@ class FusedGemma4Layer(TapedLayer):
         return "self_attn", self._modules["self_attn"]
 
     def why_never_taped(self) -> str | None:
-        if getattr(self._modules["self_attn"], "store_full_length_kv", False):
-            return "another layer uses its keys and values"
-        if self.hidden_size_per_layer_input:
-            return "it has an input of its own"
-        return super().why_never_taped()
+        attention = self._modules["self_attn"]
+        if isinstance(attention, FusedGemma4Attention) and attention.is_shared():
+            return "other layers use its keys and values"
+        return "it has an input of its own" if self.hidden_size_per_layer_input else super().why_never_taped()
 
     def forward(self, hidden_states: Tensor, per_layer_input=None, shared_kv_states=None, *args, **kwargs):
         def forward() -> Tensor:

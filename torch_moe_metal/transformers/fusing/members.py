@@ -50,8 +50,8 @@ def prepared(
     module: nn.Module, name: str, compute: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
 ) -> Tensor:
     """`compute(module.name)` of the one parameter or buffer that is prepared in this module, computed again only after
-    it has changed. Changes in-place count, except through `.data`, which PyTorch does not record. `dtype` is that of the
-    result, if it depends on more than the parameter."""
+    it has changed. Changes in-place count, except through `.data`, which PyTorch does not record. `dtype` is that of
+    the result, if it depends on more than the parameter."""
     weight = member(module, name)
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if traced or type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or weight.is_inference():
