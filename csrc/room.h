@@ -35,8 +35,14 @@ class Room : public torch::CustomClassHolder {
   // The stored rows.
   Parts shown() const { return between(first_, end_); }
   int64_t stored() const { return end_ - first_; }
-  // The rows that the last tokens see.
-  Parts seen() const { return memory_[0].defined() ? for_kernels(seen_, end_) : between(seen_, end_); }
+  bool side_by_side() const { return side_by_side_; }
+  // The keys and values that the last tokens see. Latents are values, and whole rows their keys.
+  Parts seen() const {
+    TORCH_CHECK(memory_[0].defined(), "moe_metal::Room: expected rows that rope_into has written, got none");
+    Parts seen = for_kernels(seen_, end_);
+    if (side_by_side_) seen = {rows_of_memory(memory_[0], seen_, end_, 0, memory_[0].size(-1)), seen.first};
+    return seen;
+  }
 
   // The free rows for the next tokens, whose keys and values are like these. They are stored after advance().
   Parts reserve(int64_t more, const Tensor& like) {
@@ -115,10 +121,13 @@ class Room : public torch::CustomClassHolder {
     return {both.narrow(-1, 0, width), both.narrow(-1, width, both.size(-1) - width)};
   }
   // The same without PyTorch's dispatcher, for memory of the room.
+  static Tensor rows_of_memory(const Tensor& memory, int64_t first, int64_t end, int64_t column, int64_t width) {
+    const c10::SmallVector<int64_t, 5> sizes = {memory.size(0), memory.size(1), end - first, width};
+    return view_of(memory, sizes, memory.strides(), memory.storage_offset() + first * memory.stride(2) + column);
+  }
   Parts for_kernels(int64_t first, int64_t end) const {
     const auto of = [&](const Tensor& memory, int64_t column, int64_t width) {
-      const c10::SmallVector<int64_t, 5> sizes = {memory.size(0), memory.size(1), end - first, width};
-      return view_of(memory, sizes, memory.strides(), memory.storage_offset() + first * memory.stride(2) + column);
+      return rows_of_memory(memory, first, end, column, width);
     };
     const int64_t width = given_[0].size(-1), value_width = given_[1].size(-1);
     if (!side_by_side_) return {of(memory_[0], 0, width), of(memory_[1], 0, value_width)};

@@ -16,7 +16,7 @@ constexpr std::string_view kHarmless[] = {
     "alias",     "as_strided", "chunk",     "detach",    "empty", "expand",         "flatten",          "mT",
     "narrow",    "permute",    "reshape",   "select",    "slice", "split",          "split_with_sizes", "squeeze",
     "t",         "transpose",  "unflatten", "unsqueeze", "view",  "_reshape_alias", "_unsafe_view",     "unbind",
-    "new_empty", "movedim"};
+    "new_empty", "movedim",    "real",      "imag",      "view_as_real"};
 
 bool is_harmless(std::string_view name) {
   if (!name.starts_with("aten::")) return false;

@@ -105,7 +105,8 @@ struct RowShape {
 
 // The ops norm, norm_add and residual_norm.
 struct ResidualNormParams {
-  RowShape row;  // H
+  RowShape row;        // H
+  uint32_t input_row;  // between rows of the input, in elements
   uint32_t has_residual;
   ParameterType weight;
   ParameterType scalar;
@@ -210,6 +211,9 @@ struct LinearParams {
   uint32_t wide_x;          // rows of x may be loaded 16 bytes at a time
   uint32_t tiles_per_band;  // tiles of tokens that go through all rows of the weight together
   ParameterType bias;
+  uint32_t heads;                      // each with a matrix of its own; 1: all rows of x have the same
+  uint32_t token_stride, head_stride;  // of x, in elements
+  uint32_t unused;
   WeightParams weight;
 };
 
@@ -266,14 +270,24 @@ struct AttentionStrides {
 
 MOE_METAL_CONSTANT uint32_t kRopeSimdgroups = 4;  // of a threadgroup, each with a head of a token
 
+// A norm of each head, or one over all heads of a token.
+enum class RopeNorm : int32_t { none, each_head, all_heads };
+
+// Queries, keys or values; absent if `count` is 0.
+struct RopeHeadsParams {
+  AttentionStrides input, output;
+  uint32_t count, D, R;
+  RopeNorm norm;
+  ParameterType norm_weight;
+  float scale;
+};
 struct RopeParams {
-  AttentionStrides q, k, v, cos, sin, q_output, k_output, v_output;
-  uint32_t items;  // heads of all tokens: q's, k's and v's
-  uint32_t T, A, J, D, R;
-  uint32_t V;  // 0 without v
-  uint32_t interleaved;
-  uint32_t q_norms_all, k_norms_all;  // the norm is over all heads of a token
-  ParameterType cos_type, sin_type, q_norm_weight, k_norm_weight;
+  RopeHeadsParams q, k, v, q_first;
+  AttentionStrides cos, sin;
+  uint32_t items;  // heads of all tokens
+  uint32_t T;
+  uint32_t interleaved, pairs_stay, norms_last;
+  ParameterType cos_type, sin_type;
   float eps;
 };
 
@@ -370,8 +384,8 @@ struct ShortConvParams {
 #define MOE_METAL_PARAMS(check) \
   check(RoutingParams, 36) check(RouteParams, 52) check(GateParams, 76) check(ActivationParams, 12) \
   check(GluParams, 88) check(WeightParams, 104) check(ExpertsParams, 304) check(ProductParams, 128) \
-  check(LinearParams, 128) check(DequantizeParams, 128) check(WeightedSumParams, 44) \
-  check(ResidualNormParams, 32) check(RopeParams, 320) check(AttentionParams, 216) \
+  check(LinearParams, 144) check(DequantizeParams, 128) check(WeightedSumParams, 44) \
+  check(ResidualNormParams, 36) check(RopeParams, 448) check(AttentionParams, 216) \
   check(LinearAttentionParams, 560) check(ShortConvParams, 168)
 #define MOE_METAL_CHECK_SIZE(params, bytes) static_assert(sizeof(params) == bytes, #params ": its size in common.h");
 // clang-format on

@@ -2,7 +2,8 @@
 //
 // x [T, H], weight [N, H], bias [N], output [T, N].
 //
-// _rows, for few tokens: each token reads the weight, or 2 or 4 tokens together (_rows2, _rows4), with the weight
+// _rows, for few tokens, and with a matrix for each head of a token (a "token" is then a head of one): each reads the
+// weight, or 2 or 4 tokens together (_rows2, _rows4), with the weight
 // unpacked once. Grid: tokens, or 2 or 4 of them, along x, so that the threadgroups of one tile of rows read it at
 // about the same time, from the cache; tiles of rows along y. WeightParams.parts simdgroups divide the columns of a
 // row. _tiles, for many tokens: tiles of TileRows tokens by tile_weight_rows rows of the weight. Grid: one threadgroup
@@ -26,14 +27,15 @@ template <typename T, typename Chunk>
                             uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partial[most_partial<Chunk>()];
   const uint token = group.x, parts = params.weight.parts, tile_rows = rows_of_threadgroup<Chunk>(simdgroups, parts);
-  if (token >= params.T) return;
+  if (token >= params.T * params.heads) return;
   const Position position = position_of<Chunk>(thread_index, parts);
   const uint begin = group.y * tile_rows, first = begin + position.tile * kDotRows;
   DotRows<typename Chunk::At> rows = {};
   for (uint r = 0; r < kDotRows; ++r) set_row<Chunk>(rows, r, min(first + r, params.N - 1), params.weight);
   if (first < params.N) {
-    add_rows<Chunk>(rows, x + ulong(token) * params.H, of_expert(weight, scale, offset, 0, params.weight),
-                    params.weight, params.H, position, parts);
+    const uint head = token % params.heads;
+    add_rows<Chunk>(rows, x + ulong(token / params.heads) * params.token_stride + ulong(head) * params.head_stride,
+                    of_expert(weight, scale, offset, head, params.weight), params.weight, params.H, position, parts);
   }
   store_partial<Chunk>(rows, partial, thread_index);
   const uint n = begin + thread_index;

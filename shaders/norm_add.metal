@@ -1,7 +1,7 @@
 // output = (residual + norm(input) * weight) * scalar, and the op norm: norm(input) * weight
 //
-// input, output [T, H]; residual [T, H] and weight [H], which may be absent in norm; scalar [1] or [H], or absent.
-// Grid: one threadgroup per token, along x.
+// input [T, H] with any distance between its rows, output [T, H]; residual [T, H] and weight [H], which may be absent
+// in norm; scalar [1] or [H], or absent. Grid: one threadgroup per token, along x.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -38,7 +38,8 @@ template <typename T>
   threadgroup float2 partial[kMaxSimdgroups];
   if (group >= params.row.count) return;
   const ulong row = ulong(group) * params.row.length;
-  const NormAddRow<T> work = {input + row, residual + row, weight, scalar, output + row, params};
+  const NormAddRow<T> work = {
+      input + ulong(group) * params.input_row, residual + row, weight, scalar, output + row, params};
   norm_row(work, thread_index, simdgroups, partial);
 }
 

@@ -21,30 +21,21 @@ from conftest import DEVICES, SIMULATED
 from tiny_models import CONFIGS, tiny_model, tokens
 from torch_moe_metal.transformers import restore, snapshot
 from torch_moe_metal.transformers.fusing import tape
-from torch_moe_metal.transformers.fusing.layers import FusedPreNormLayer
+from torch_moe_metal.transformers.fusing.layers import TapedLayer
 from torch_moe_metal.transformers.fusing.linear_cache import GrowingLinearLayer
-from torch_moe_metal.transformers.versions import CACHE, OLD_CACHE, cache_of, with_cache
+from torch_moe_metal.transformers.versions import cache_of, with_cache
 
 RECURRENT = "its mixer keeps a recurrent state"
-COMPLEX = "its angles are complex numbers"
 #: Why the layers of a family are not replayed, or None for a layer that is. All layers of the other families are.
 REASONS: dict[str, list[str | None]] = {
-    "hunyuan_v1_moe": ["aten::copy_"] * 2,
-    "deepseek_v2": [COMPLEX] * 2,
     "mistral4": ["aten::div"] * 2,
-    "deepseek_v3": ["aten::linear"] * 2,
-    "sarvam_mla": ["aten::linear"] * 2,
-    "glm4_moe_lite": ["aten::linear"] * 2,
-    "mimo_v2_flash": ["aten::mul"] * 2,
     "laguna": ["aten::to"] * 2,
-    "flint": [None, "aten::copy_"],
-    "granitemoehybrid": ["aten::mul", "aten::linear"],
-    "lara_mini": [None, None, "aten::copy_"],
-    "bailing_hybrid": [None, "aten::cat" if CACHE == OLD_CACHE else "aten::linear"],  # before 5.24, and since
-    "kimi_linear": [None, "aten::linear"],
+    "granitemoehybrid": ["aten::mul", None],
+    "bailing_hybrid": [None, None],
+    "kimi_linear": [None, None],
     "lfm2_moe": ["aten::sum"] * 2,
 }
-#: Families whose layers are not fused, or not by FusedPreNormLayer.
+#: Families whose layers are not fused.
 WITHOUT_LAYERS = {
     "flex_olmo",
     "granitemoe",
@@ -57,7 +48,6 @@ WITHOUT_LAYERS = {
     "hy_v4",
     "minimax_m3_vl_text",
     "llama4_text",
-    "gemma4_text",
     "minimax",
     "jamba",
     "nemotron_h",
@@ -159,7 +149,7 @@ def both(monkeypatch) -> Callable[..., Both]:
 def test_every_family(family: str, both, monkeypatch):
     """The reason why a family's layers are not replayed is listed, so none is lost in silence."""
     model = fused(family)
-    layers = [module for module in model.modules() if isinstance(module, FusedPreNormLayer)]
+    layers = [module for module in model.modules() if isinstance(module, TapedLayer)]
     replayed = both(model).steps(5)
     monkeypatch.setattr(tape, "ENABLED", True)
     reasons = [tape.why_not_taped(layer) for layer in layers]
@@ -210,6 +200,7 @@ def test_on_each_device(device, both):
     assert both(fused("qwen3_moe", device)).steps(5) == 6
     assert both(fused("gpt_oss", device, **WINDOW), prompt=7).steps(5) >= 6
     assert both(fused("qwen3_5_moe_text", device)).steps(5) == 6
+    assert both(fused("gemma4_text", device)).steps(4) == 4
 
 
 def dispatches(call: Callable[[], object]) -> list[tuple]:
@@ -219,23 +210,17 @@ def dispatches(call: Callable[[], object]) -> list[tuple]:
     with metal_sim.record() as record:
         call()
 
-    def bound(kernel: str, argument: dict) -> tuple:
-        params = argument.get("bytes") or ""
-        if kernel.startswith("rope"):
-            params = params[: 2 * 316]  # of RopeParams' 320 bytes the last four are padding
-        return argument["index"], argument.get("offset"), params
+    def bound(argument: dict) -> tuple:
+        return argument["index"], argument.get("offset"), argument.get("bytes") or ""
 
-    return [
-        (each.kernel, each.grid, each.threads, [bound(each.kernel, argument) for argument in each.arguments])
-        for each in record.dispatches
-    ]
+    return [(each.kernel, each.grid, each.threads, [*map(bound, each.arguments)]) for each in record.dispatches]
 
 
 @pytest.mark.skipif(not SIMULATED or "mps" not in DEVICES, reason="a Mac's own Metal does not record")
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_same_dispatches(batch: int, both):
+@pytest.mark.parametrize(("family", "batch"), [("qwen3_moe", 1), ("deepseek_v3", 3)])
+def test_the_same_dispatches(family: str, batch: int, both):
     """Each replayed dispatch is the one that the layer's code encodes: kernel, grid, offsets and params."""
-    conversation = both(fused("qwen3_moe", "mps"), batch=batch)
+    conversation = both(fused(family, "mps"), batch=batch)
     conversation.steps(3)
     found, expected = (
         dispatches(lambda on=on, each=each: conversation.of(on, each.step))

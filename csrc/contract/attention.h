@@ -10,23 +10,27 @@
 
 namespace moe_metal {
 
-// Queries or keys. They are not copied, so they may have any strides. The rows of the output are contiguous.
+// Queries, keys or values. They are not copied, so they may have any strides. The rows of the output are contiguous.
 struct RopeHeads {
   Tensor input;        // [B, T, heads, D]
   Tensor norm_weight;  // undefined, [D] or [heads, D], contiguous: float32 or the dtype of q
-  int64_t heads;
-  Tensor output;  // [B, heads, T, D]
-
-  bool norms_all() const { return norm_weight.defined() && norm_weight.dim() == 2; }
+  int64_t heads = 0, D = 0;
+  int64_t R = 0;       // the pairs that are rotated
+  float scale = 1;     // of the input
+  Tensor output = {};  // [B, heads, T, D]
+  RopeNorm norm = RopeNorm::none;
 };
 
 struct Rope {
   RopeHeads q, k;
+  RopeHeads v;  // only in the cache's op: values, and what precedes each query in the output's rows
+  RopeHeads q_first;
   Tensor cos, sin;  // [B, T, R] of any strides, the first of which may be 0: float32 or the dtype of q
   float eps;
-  bool interleaved;
-  int64_t B, T, D, R;
-  Tensor v, v_output;  // undefined, or [B, T, J, V] of any strides and [B, J, T, V]: values, which are copied
+  bool interleaved;         // pairs are neighbours in the input
+  bool pairs_stay = false;  // and in the output
+  bool norms_last = false;  // after the rotation
+  int64_t B, T;
 
   bool is_empty() const { return q.output.numel() == 0; }
   std::tuple<Tensor, Tensor> outputs() const { return {q.output, k.output}; }
@@ -35,36 +39,44 @@ struct Rope {
 inline constexpr char schema_rope[] =
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, "
     "float eps=1e-6, bool interleaved=False) -> (Tensor q, Tensor k)";
-inline void check_rotated(Arguments& args, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                          const OptionalTensor& q_norm_weight, const OptionalTensor& k_norm_weight, double eps,
-                          bool interleaved, Rope& call) {
-  const auto norm_weight = [&](const char* name, const OptionalTensor& weight, const char* all_heads) {
-    return args.parameter(name, weight, Arguments::given(weight) && weight->dim() == 2 ? all_heads : "D");
+// All but the outputs. Without angles nothing is rotated.
+inline void check_rotated(Arguments& args, const Tensor& q, const Tensor& k, const OptionalTensor& cos,
+                          const OptionalTensor& sin, const OptionalTensor& q_norm_weight,
+                          const OptionalTensor& k_norm_weight, double eps, bool interleaved, Rope& call) {
+  const auto check_norm = [&](const char* name, const OptionalTensor& weight, const char* all_heads, RopeHeads& heads) {
+    if (!Arguments::given(weight)) return;
+    const bool all = weight->dim() == 2;
+    heads.norm = all ? RopeNorm::all_heads : RopeNorm::each_head;
+    heads.norm_weight = args.parameter(name, *weight, all ? all_heads : "D");
   };
   call.q.input = args.activation("q", q, "BTAD");
   args.at_least_one('A', "q");
   args.in_range("q", args['D'], 2, std::numeric_limits<int64_t>::max(), "its size of a head, D");
   call.k.input = args.activation("k", k, "BTJD");
   args.at_least_one('J', "k");
-  call.cos = args.angles("cos", cos, "BTR");
-  call.sin = args.angles("sin", sin, "BTR");
-  args.in_range("cos", args['R'], 1, args['D'] / 2, "the pairs of a head, R");
-  call.q.norm_weight = norm_weight("q_norm_weight", q_norm_weight, "AD");
-  call.k.norm_weight = norm_weight("k_norm_weight", k_norm_weight, "JD");
+  if (Arguments::given(cos) || Arguments::given(sin)) {
+    call.cos = args.angles("cos", cos.value_or(Tensor()), "BTR");
+    call.sin = args.angles("sin", sin.value_or(Tensor()), "BTR");
+    args.in_range("cos", args['R'], 1, args['D'] / 2, "the pairs of a head, R");
+    call.q.R = call.k.R = args['R'];
+  }
+  check_norm("q_norm_weight", q_norm_weight, "AD", call.q);
+  check_norm("k_norm_weight", k_norm_weight, "JD", call.k);
   call.eps = args.not_negative("eps", eps);
   call.interleaved = interleaved;
   make_contiguous({&call.q.norm_weight, &call.k.norm_weight});
-  std::tie(call.B, call.T, call.D, call.R) = std::tuple(args['B'], args['T'], args['D'], args['R']);
+  std::tie(call.B, call.T) = std::tuple(args['B'], args['T']);
   std::tie(call.q.heads, call.k.heads) = std::tuple(args['A'], args['J']);
-  call.q.output = args.output({call.B, call.q.heads, call.T, call.D});
+  call.q.D = call.k.D = args['D'];
 }
 inline Rope check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                        const OptionalTensor& q_norm_weight, const OptionalTensor& k_norm_weight, double eps,
                        bool interleaved) {
   Arguments args("rope", "q", q);
+  args.check_given("cos", cos);
   Rope call;
   check_rotated(args, q, k, cos, sin, q_norm_weight, k_norm_weight, eps, interleaved, call);
-  call.k.output = args.output({call.B, call.k.heads, call.T, call.D});
+  for (RopeHeads* heads : {&call.q, &call.k}) heads->output = args.output({call.B, heads->heads, call.T, heads->D});
   return call;
 }
 

@@ -136,6 +136,7 @@ struct Norm {
   Tensor scalar;  // undefined, [1] or [H]
   float eps;
   int64_t T, H;
+  int64_t input_row;  // between rows of the input, in elements
   Tensor output;
 
   bool is_empty() const { return T == 0; }
@@ -148,6 +149,21 @@ struct ResidualNorm : Norm {
   std::tuple<Tensor, Tensor> outputs() const { return {output, sum}; }
 };
 
+// The elements from one row to the next, if that is the same number for all rows; 0 if not. A part of the columns of a
+// matrix is such a tensor.
+inline int64_t row_stride(const Tensor& rows) {
+  const int64_t H = rows.size(-1);
+  if (H > 1 && rows.stride(-1) != 1) return 0;
+  int64_t stride = 0, next = 0;
+  for (int64_t d = rows.dim() - 2; d >= 0; --d) {
+    if (rows.size(d) == 1) continue;
+    if (stride == 0) stride = next = rows.stride(d);
+    if (rows.stride(d) != next) return 0;
+    next *= rows.size(d);
+  }
+  return stride == 0 ? H : stride < H ? 0 : stride;
+}
+
 inline constexpr char schema_norm[] = "(Tensor input, Tensor? weight=None, *, float eps=1e-6) -> Tensor";
 inline Norm check_norm(const Tensor& input, const OptionalTensor& weight, double eps) {
   Arguments args("norm", "input", input);
@@ -156,9 +172,12 @@ inline Norm check_norm(const Tensor& input, const OptionalTensor& weight, double
   args.at_least_one('H', "input");
   call.weight = args.parameter("weight", weight, "H");
   call.eps = args.not_negative("eps", eps);
-  make_contiguous({&call.input, &call.weight});
+  make_contiguous({&call.weight});
+  call.input_row = row_stride(call.input);
+  if (call.input_row == 0) make_contiguous({&call.input});
   call.T = args.tokens();
   call.H = args['H'];
+  if (call.input_row == 0) call.input_row = call.H;
   call.output = args.output(call.H);
   return call;
 }
@@ -178,7 +197,7 @@ inline Norm check_norm_of_two(const char* op, const Tensor& residual, const Tens
   call.eps = args.not_negative("eps", eps);
   make_contiguous({&call.residual, &call.input, &call.weight, &call.scalar});
   call.T = args.tokens();
-  call.H = args['H'];
+  call.H = call.input_row = args['H'];
   call.output = args.output(call.H);
   return call;
 }

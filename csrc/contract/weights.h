@@ -11,10 +11,15 @@ struct Linear {
   Tensor x, bias;
   Weight weight;
   int64_t T, N, H;
+  int64_t heads = 1;  // more: x is [T, heads, H] of any strides but the last, and each head has a matrix of its own
   Tensor output;
 
   bool is_empty() const { return T == 0; }
   Tensor outputs() const { return output; }
+
+  // Between the rows of x, in elements.
+  int64_t token_stride() const { return heads > 1 ? x.stride(0) : H; }
+  int64_t head_stride() const { return heads > 1 ? x.stride(1) : 0; }
 };
 
 inline constexpr char schema_linear[] =

@@ -20,13 +20,16 @@ int64_t rows_of_item(const Linear& call) {
 
 template <class Scalar>
 void rows(const Linear& call, const Tensor& x) {
-  const int64_t T = call.T, N = call.N, at_once = rows_of_item(call), items = at::divup(N, at_once);
-  const auto range_of = [&](int64_t item) -> RowRange {  // empty past the last item
-    return {0, item * at_once, std::clamp<int64_t>(N - item * at_once, 0, at_once)};
+  const int64_t T = call.T, N = call.N, heads = call.heads, at_once = rows_of_item(call);
+  const int64_t of_head = at::divup(N, at_once), items = heads * of_head;
+  const auto range_of = [&](int64_t item) -> RowRange {
+    if (item >= items) return {};
+    const int64_t first = item % of_head * at_once;
+    return {item / of_head, first, std::min(N - first, at_once)};
   };
   const float* from = elements<float>(x);
   auto* to = call.output.mutable_data_ptr<Scalar>();
-  const bool many = T >= kWorthPreparing && call.x.scalar_type() == at::kBFloat16;
+  const bool many = heads == 1 && T >= kWorthPreparing && call.x.scalar_type() == at::kBFloat16;
   const auto prepared = many ? prepare_tokens(call.weight, x) : nullptr;
   parallel_work_queue(items, [&](auto next_item) {
     const auto weight = rows_of(call.weight, call.x.scalar_type() == at::kBFloat16);
@@ -38,17 +41,19 @@ void rows(const Linear& call, const Tensor& x) {
     float* out[kTokens];
     for_each_item(next_item, items, [&](int64_t item, int64_t following) {
       const RowRange rows = range_of(item), next = range_of(following);
-      const auto [_, first, count] = rows;
+      const auto [head, first, count] = rows;
       for (int64_t t = 0; t < T; t += kTokens) {
         const int64_t tokens = std::min(kTokens, T - t);
-        for (int64_t i = 0; i < tokens; ++i) rows_of_x[i] = from + (t + i) * call.H, out[i] = &sums[i * at_once];
+        for (int64_t i = 0; i < tokens; ++i)
+          rows_of_x[i] = from + ((t + i) * heads + head) * call.H, out[i] = &sums[i * at_once];
         weight->product(rows, next, {rows_of_x, out, tokens, prepared.get()}, panel);
         for (int64_t part = 0; part < count; part += kRows) {
           const int64_t size = std::min(kRows, count - part);
           read_bias(call.bias, first + part, 1, size, bias);
           for (int64_t i = 0; i < tokens; ++i) {
             for_each_vector(size, [&](int64_t r, auto n) {
-              store(to + (t + i) * N + first + part + r, load(out[i] + part + r, n) + load(bias + r, n), n);
+              store(to + ((t + i) * heads + head) * N + first + part + r,
+                    load(out[i] + part + r, n) + load(bias + r, n), n);
             });
           }
         }
@@ -57,11 +62,26 @@ void rows(const Linear& call, const Tensor& x) {
   });
 }
 
+// x as float. Of many heads, the rows may be apart.
+Tensor floats_of_x(const Linear& call) {
+  if (call.heads == 1 || call.x.is_contiguous()) return as_float(call.x);
+  const Tensor floats = empty(call.x.sizes(), call.x.options().dtype(at::kFloat));
+  float* to = floats.mutable_data_ptr<float>();
+  with_dtype(call.x.scalar_type(), [&](auto scalar) {
+    for (int64_t row = 0; row < call.T * call.heads; ++row) {
+      const int64_t token = row / call.heads, head = row % call.heads;
+      const auto* from = elements<decltype(scalar)>(call.x) + token * call.token_stride() + head * call.head_stride();
+      for_each_vector(call.H, [&](int64_t h, auto n) { store(to + row * call.H + h, load(from + h, n), n); });
+    }
+  });
+  return floats;
+}
+
 }  // namespace
 
 void cpu::run_linear(const Linear& call) {
   if (const auto way = processor_ways().linear; way && way(call)) return;
-  const Tensor x = as_float(call.x);
+  const Tensor x = floats_of_x(call);
   with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });
 }
 

@@ -12,7 +12,7 @@ Tensor scalars_of(const Norm& call) {
 
 template <class Scalar>
 void norm_rows(const Norm& call) {
-  const auto H = call.H;
+  const auto H = call.H, input_row = call.input_row;
   const auto eps = call.eps;
   const Tensor weights = as_float(call.weight), scalars = scalars_of(call);
   const auto* residual = call.residual.defined() ? elements<Scalar>(call.residual) : nullptr;
@@ -21,9 +21,10 @@ void norm_rows(const Norm& call) {
   const auto* scalar = scalars.defined() ? elements<float>(scalars) : nullptr;
   auto* output = call.output.mutable_data_ptr<Scalar>();
   for_each_row(call.T, 3 * H, 0, [=](int64_t t, float*) {
-    const Vec scale(inv_rms(input + t * H, H, eps));
+    const auto* row = input + t * input_row;
+    const Vec scale(inv_rms(row, H, eps));
     for_each_vector(H, [=](int64_t h, auto count) {
-      const Vec normed = load(input + t * H + h, count) * scale;
+      const Vec normed = load(row + h, count) * scale;
       const Vec weighted = weight ? normed * load(weight + h, count) : normed;
       const Vec total = residual ? load(residual + t * H + h, count) + weighted : weighted;
       store(output + t * H + h, scalar ? total * load(scalar + h, count) : total, count);

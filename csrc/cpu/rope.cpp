@@ -30,68 +30,80 @@ void read_row(const Tensor& parameter, int64_t offset, int64_t stride, int64_t l
              [&](auto scalar) { read_row(elements<decltype(scalar)>(parameter) + offset, stride, length, pairs, to); });
 }
 
-// The queries or the keys of a call.
+// The queries, keys or values of a call.
 template <class Scalar>
 struct Heads {
+  const Rope& rope;
   const RopeHeads& call;
-  int64_t count, T, D, R, pairs;
-  float eps;
-  bool norms_all;
-  std::vector<float> weight;  // in the order of the output, or empty
+  int64_t count, D, R, pairs;
+  bool norms_all, norms_first, norms_last;
+  std::vector<float> weight;  // in the order in which it multiplies, or empty
 
   Heads(const Rope& rope, const RopeHeads& heads)
-      : call(heads),
+      : rope(rope),
+        call(heads),
         count(heads.heads),
-        T(rope.T),
-        D(rope.D),
-        R(rope.R),
-        pairs(rope.interleaved ? rope.R : 0),
-        eps(rope.eps),
-        norms_all(heads.norms_all()) {
+        D(heads.D),
+        R(heads.R),
+        pairs(rope.interleaved ? heads.R : 0),
+        norms_all(heads.norm == RopeNorm::all_heads),
+        norms_first(heads.norm != RopeNorm::none && !rope.norms_last),
+        norms_last(heads.norm != RopeNorm::none && rope.norms_last) {
+    if (heads.norm == RopeNorm::none) return;
+    weight.assign(heads.norm_weight.defined() ? heads.norm_weight.numel() : D, 1);
     if (!heads.norm_weight.defined()) return;
-    weight.resize(heads.norm_weight.numel());
     for (size_t at = 0; at < weight.size(); at += D) read_row(heads.norm_weight, at, 1, D, pairs, &weight[at]);
   }
+  // How many floats `rotate` needs.
+  int64_t scratch() const { return (count + 1) * D; }
 
-  static Scalar* row_of(const Tensor& output, int64_t b, int64_t t) {
-    return output.template mutable_data_ptr<Scalar>() + b * output.stride(0) + t * output.stride(2);
-  }
-
-  // Rotates all heads of a token. If their elements are not in the order of the output, they are copied to `floats` in
-  // that order first.
+  // Rotates all heads of a token. If their elements are not in the order in which pairs are computed, they are copied
+  // to `floats` in that order first.
   void rotate(int64_t b, int64_t t, const float* cos, const float* sin, float* floats) const {
+    if (!count) return;
     const auto& in = call.input;
     const auto* from = elements<Scalar>(in) + b * in.stride(0) + t * in.stride(1);
-    auto* to = row_of(call.output, b, t);
-    if (in.stride(3) == 1 && pairs == 0) return rotate_rows(from, in.stride(2), cos, sin, to);
+    auto* to = call.output.template mutable_data_ptr<Scalar>() + b * call.output.stride(0) + t * call.output.stride(2);
+    float* turned = floats + count * D;
+    if (in.stride(3) == 1 && pairs == 0) return rotate_rows(from, in.stride(2), cos, sin, to, turned);
     for (int64_t h = 0; h < count; ++h) read_row(from + h * in.stride(2), in.stride(3), D, pairs, floats + h * D);
-    rotate_rows(floats, D, cos, sin, to);
+    rotate_rows(floats, D, cos, sin, to, turned);
   }
 
   template <class From>
-  void rotate_rows(const From* from, int64_t stride, const float* cos, const float* sin, Scalar* to) const {
+  void rotate_rows(const From* from, int64_t stride, const float* cos, const float* sin, Scalar* to,
+                   float* turned) const {
     float scale = 1;
     if (norms_all) {
       float squares = 0;
       for (int64_t h = 0; h < count; ++h) squares += sum_of_squares(from + h * stride, D);
-      scale = 1 / std::sqrt(squares / static_cast<float>(count * D) + eps);
+      scale = 1 / std::sqrt(squares / static_cast<float>(count * D) + rope.eps);
     }
     for (int64_t h = 0; h < count; ++h) {
       const From* row = from + h * stride;
       Scalar* out = to + h * call.output.stride(1);
-      if (weight.empty()) {
-        rotate_row([=](int64_t i, auto count) { return load(row + i, count); }, cos, sin, out);
+      const float* factors = weight.data() + (norms_all ? h * D : 0);
+      const auto write = [&](auto* to) {
+        if (!norms_first) {
+          const Vec factor(call.scale);
+          rotate_row([=](int64_t i, auto count) { return load(row + i, count) * factor; }, cos, sin, to);
+        } else {
+          const Vec normed(norms_all ? scale : inv_rms(row, D, rope.eps));
+          rotate_row([=](int64_t i, auto count) { return load(row + i, count) * normed * load(factors + i, count); },
+                     cos, sin, to);
+        }
+      };
+      if (!norms_last && !rope.pairs_stay) {
+        write(out);
       } else {
-        const float* factors = weight.data() + (norms_all ? h * D : 0);
-        const Vec normed(norms_all ? scale : inv_rms(row, D, eps));
-        rotate_row([=](int64_t i, auto count) { return load(row + i, count) * normed * load(factors + i, count); }, cos,
-                   sin, out);
+        write(turned);
+        norms_last ? write_normed(turned, out) : write_pairs(turned, out);
       }
     }
   }
 
-  template <class Value>
-  void rotate_row(Value&& value, const float* cos, const float* sin, Scalar* out) const {
+  template <class Value, class To>
+  void rotate_row(Value&& value, const float* cos, const float* sin, To* out) const {
     for_each_vector(R, [&](int64_t i, auto count) {
       const Vec a = value(i, count), b = value(R + i, count), c = load(cos + i, count), s = load(sin + i, count);
       store(out + i, a * c - b * s, count);
@@ -99,41 +111,40 @@ struct Heads {
     });
     for_each_vector(D - 2 * R, [&](int64_t i, auto count) { store(out + 2 * R + i, value(2 * R + i, count), count); });
   }
-};
 
-// Copies the values of a token.
-template <class Scalar>
-void copy_values(const Rope& call, int64_t b, int64_t t) {
-  const Tensor &from = call.v, &to = call.v_output;
-  const int64_t size = to.size(3), step = from.stride(3);
-  for (int64_t h = 0; h < call.k.heads; ++h) {
-    const auto* row = elements<Scalar>(from) + b * from.stride(0) + t * from.stride(1) + h * from.stride(2);
-    Scalar* out = Heads<Scalar>::row_of(to, b, t) + h * to.stride(1);
-    if (step == 1) {
-      std::copy_n(row, size, out);
-    } else {
-      for (int64_t i = 0; i < size; ++i) out[i] = row[i * step];
-    }
+  void write_normed(const float* turned, Scalar* out) const {
+    const Vec scale(inv_rms(turned, D, rope.eps));
+    for_each_vector(D, [&](int64_t i, auto count) {
+      store(out + i, load(turned + i, count) * scale * load(weight.data() + i, count), count);
+    });
   }
-}
+  // Pairs become neighbours again.
+  void write_pairs(const float* turned, Scalar* out) const {
+    for (int64_t i = 0; i < R; ++i) {
+      out[2 * i] = static_cast<Scalar>(turned[i]), out[2 * i + 1] = static_cast<Scalar>(turned[R + i]);
+    }
+    for_each_vector(D - 2 * R, [&](int64_t i, auto n) { store(out + 2 * R + i, load(turned + 2 * R + i, n), n); });
+  }
+};
 
 template <class Scalar>
 void rows(const Rope& call) {
-  const Heads<Scalar> q(call, call.q), k(call, call.k);
-  const int64_t heads = q.count + k.count, R = call.R;
+  const Heads<Scalar> q(call, call.q), k(call, call.k), v(call, call.v), q_first(call, call.q_first);
+  const int64_t R = call.q.R;
   const auto read_angles = [&](const Tensor& angles, int64_t b, int64_t t, float* to) {
-    read_row(angles, b * angles.stride(0) + t * angles.stride(1), angles.stride(2), R, 0, to);
+    if (R > 0) read_row(angles, b * angles.stride(0) + t * angles.stride(1), angles.stride(2), R, 0, to);
   };
-  for_each_row(call.B * call.T, 2 * heads * call.D, 2 * R + std::max(q.count, k.count) * call.D,
-               [&](int64_t row, float* floats) {
-                 const int64_t b = row / call.T, t = row % call.T;
-                 float *cos = floats, *sin = cos + R, *in_order = sin + R;
-                 read_angles(call.cos, b, t, cos);
-                 read_angles(call.sin, b, t, sin);
-                 q.rotate(b, t, cos, sin, in_order);
-                 k.rotate(b, t, cos, sin, in_order);
-                 if (call.v.defined()) copy_values<Scalar>(call, b, t);
-               });
+  int64_t work = 0, scratch = 0;
+  for (const auto* heads : {&q, &k, &v, &q_first}) {
+    work += 2 * heads->count * heads->D, scratch = std::max(scratch, heads->scratch());
+  }
+  for_each_row(call.B * call.T, work, 2 * R + scratch, [&](int64_t row, float* floats) {
+    const int64_t b = row / call.T, t = row % call.T;
+    float *cos = floats, *sin = cos + R, *in_order = sin + R;
+    read_angles(call.cos, b, t, cos);
+    read_angles(call.sin, b, t, sin);
+    for (const auto* heads : {&q, &k, &v, &q_first}) heads->rotate(b, t, cos, sin, in_order);
+  });
 }
 
 }  // namespace

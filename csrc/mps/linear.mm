@@ -22,8 +22,12 @@ LinearParams linear_params(const Linear& call) {
   return {.T = to_uint(call.T),
           .N = to_uint(call.N),
           .H = to_uint(call.H),
-          .wide_x = wide_rows(call.x, call.H),
+          .wide_x = wide_rows(call.x, call.H) && wide_rows(call.x, call.token_stride()) &&
+                    wide_rows(call.x, call.head_stride()),
           .bias = parameter_type(call.bias),
+          .heads = to_uint(call.heads),
+          .token_stride = to_uint(call.token_stride()),
+          .head_stride = to_uint(call.head_stride()),
           .weight = weight_params(call.weight, call.N)};
 }
 
@@ -33,10 +37,11 @@ void few_tokens(const Linear& call, LinearParams params) {
   const bool is_wide =
       weight.format->is_dense() ? params.weight.layout == WeightLayout::rows_wide : whole_chunks(weight, params.weight);
   const bool wide = params.wide_x && is_wide;
-  const int64_t together = wide && call.T > 1 ? std::min<int64_t>(tuning().tokens_together, call.T > 2 ? 4 : 2) : 1;
+  const int64_t together =
+      wide && call.heads == 1 && call.T > 1 ? std::min<int64_t>(tuning().tokens_together, call.T > 2 ? 4 : 2) : 1;
   FormatKernels& kernels = together > 1 ? several_kernels[together / 4] : wide ? wide_rows_kernels : rows_kernels;
-  const Grid grid =
-      grid_of(params.weight, row_cut(weight, call.x.element_size()), ceil_div(call.T, together), call.N, call.H);
+  const Grid grid = grid_of(params.weight, row_cut(weight, call.x.element_size()),
+                            ceil_div(call.T * call.heads, together), call.N, call.H);
   launch(kernels(call.x.scalar_type(), weight.format), grid, call.x, weight.data, weight.scale, weight.offset,
          call.bias, call.output, params);
 }
@@ -55,7 +60,7 @@ void tiles(const Linear& call, LinearParams params, int size) {
 // Few tokens: the weight is read for each. Many: on the matrix units if `tune` has found that faster and they can read
 // this weight, else in tiles.
 void dispatch(const Linear& call) {
-  if (call.T <= tuning().few_tokens) return few_tokens(call, linear_params(call));
+  if (call.heads > 1 || call.T <= tuning().few_tokens) return few_tokens(call, linear_params(call));
   const int size = tile_size(call.T);
   if (is_worth(tuning().tensor_ops, call.T) && has_tensor_product(call.x, call.weight, size)) {
     return tensor_product(call.x, call.weight, call.bias, {.size = size}, call.output);
@@ -67,7 +72,7 @@ void dispatch(const Linear& call) {
 
 // A long prompt takes several dispatches, since macOS kills a dispatch of seconds.
 void mps::run_linear(const Linear& call) {
-  const int64_t count = tokens_at_once(call.T, 2.0 * call.N * call.H);
+  const int64_t count = call.heads > 1 ? call.T : tokens_at_once(call.T, 2.0 * call.N * call.H);
   if (count == call.T) return dispatch(call);
   for (int64_t first = 0; first < call.T; first += count) {
     Linear part = call;

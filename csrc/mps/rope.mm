@@ -25,39 +25,44 @@ AttentionStrides angle_strides(const Tensor& angles) {
   return {.sequence = of(0), .head = 0, .row = of(1), .element = of(2)};
 }
 
+RopeHeadsParams heads_params(const RopeHeads& heads) {
+  if (!heads.heads) return {};
+  return {.input = strides(heads.input),
+          .output = output_strides(heads.output),
+          .count = to_uint(heads.heads),
+          .D = to_uint(heads.D),
+          .R = to_uint(heads.R),
+          .norm = heads.norm,
+          .norm_weight = parameter_type(heads.norm_weight),
+          .scale = heads.scale};
+}
+
 }  // namespace
 
 void mps::run_rope(const Rope& call) {
-  const bool with_values = call.v.defined();
-  const int64_t heads = call.q.heads + call.k.heads * (with_values ? 2 : 1), items = call.B * call.T * heads;
+  const int64_t heads = call.q.heads + call.k.heads + call.v.heads + call.q_first.heads,
+                items = call.B * call.T * heads;
+  const bool rotates = call.q.R > 0;
   const RopeParams params = {
-      .q = strides(call.q.input),
-      .k = strides(call.k.input),
-      .v = with_values ? strides(call.v) : AttentionStrides(),
-      .cos = angle_strides(call.cos),
-      .sin = angle_strides(call.sin),
-      .q_output = output_strides(call.q.output),
-      .k_output = output_strides(call.k.output),
-      .v_output = with_values ? output_strides(call.v_output) : AttentionStrides(),
+      .q = heads_params(call.q),
+      .k = heads_params(call.k),
+      .v = heads_params(call.v),
+      .q_first = heads_params(call.q_first),
+      .cos = rotates ? angle_strides(call.cos) : AttentionStrides(),
+      .sin = rotates ? angle_strides(call.sin) : AttentionStrides(),
       .items = to_uint(items),
       .T = to_uint(call.T),
-      .A = to_uint(call.q.heads),
-      .J = to_uint(call.k.heads),
-      .D = to_uint(call.D),
-      .R = to_uint(call.R),
-      .V = with_values ? to_uint(call.v.size(3)) : 0,
       .interleaved = call.interleaved,
-      .q_norms_all = call.q.norms_all(),
-      .k_norms_all = call.k.norms_all(),
+      .pairs_stay = call.pairs_stay,
+      .norms_last = call.norms_last,
       .cos_type = parameter_type(call.cos),
       .sin_type = parameter_type(call.sin),
-      .q_norm_weight = parameter_type(call.q.norm_weight),
-      .k_norm_weight = parameter_type(call.k.norm_weight),
       .eps = call.eps,
   };
   launch(kernels[call.q.input.scalar_type()], {ceil_div(items, kRopeSimdgroups), 1, kThreads}, call.q.input,
-         call.k.input, call.v, call.cos, call.sin, call.q.norm_weight, call.k.norm_weight, call.q.output, call.k.output,
-         or_spare(call.v_output, 0), params);
+         call.k.input, call.v.input, call.q_first.input, call.cos, call.sin, call.q.norm_weight, call.k.norm_weight,
+         call.v.norm_weight, call.q.output, call.k.output, or_spare(call.v.output, 0), or_spare(call.q_first.output, 1),
+         params);
 }
 
 }  // namespace moe_metal

@@ -66,8 +66,12 @@ inline WeightedSumParams weighted_sum_params(const WeightedSum& call) {
 inline ResidualNormParams residual_norm_params(const Norm& call) {
   const bool one_scalar = call.scalar.defined() && call.scalar.size(0) == 1;
   const Tensor none;
+  RowShape row =
+      row_shape(call.T, call.H, {&call.residual, &call.input, &call.weight, one_scalar ? &none : &call.scalar});
+  row.aligned = row.aligned && call.input_row % kVectorWidth == 0;
   return {
-      .row = row_shape(call.T, call.H, {&call.residual, &call.input, &call.weight, one_scalar ? &none : &call.scalar}),
+      .row = row,
+      .input_row = to_uint(call.input_row),
       .has_residual = call.residual.defined(),
       .weight = parameter_type(call.weight),
       .scalar = parameter_type(call.scalar),

@@ -1,11 +1,12 @@
 """The fused attention: joined projections, and rope with its norms as one op. `attention.py` then attends."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from ...formats import FORMATS
 from ...packed_layers import Linear, dequantized
 from ..versions import CACHE, take_cache, updated, updated_if_paged
 from .attention import (
@@ -20,11 +21,14 @@ from .attention import (
 from .cache import Cache, Room, grow_in_place, joined_rows, room_of
 from .experts import NAME
 from .fused import JoinedProjections, eps_of, rms_norm
-from .members import member, setting
+from .members import member, prepared, setting
 from .projections import product, project
 from .records import Attention
 
 ops = torch.ops.moe_metal
+
+#: The arguments of a weight's data, scale and offset.
+WEIGHT = ("weight", "scale", "offset")
 
 
 class FusedProjections(JoinedProjections):
@@ -61,7 +65,7 @@ class FusedProjections(JoinedProjections):
         if record.temperature is not None:  # it depends on the length of the cache before this call
             temperature = record.temperature(self, hidden_states, cache, kwargs.get("position_ids"))
         angles = angles_of(position_embeddings, record.angles) if rotates else None
-        room = self.room(hidden_states, cache, attention_mask, kwargs) if angles and temperature is None else None
+        room = self.room(hidden_states, cache, attention_mask, kwargs) if temperature is None else None
         if room is not None:
             output, gate = self.over_room(room, hidden_states, projections, norms, angles, attention_mask)
             weights = None
@@ -81,7 +85,23 @@ class FusedProjections(JoinedProjections):
 
     def room(self, x: Tensor, cache: Cache | None, mask: Tensor | None, kwargs: dict) -> Room | None:
         """The room of the cache that `over_room` can use for this token, or None."""
-        return None
+        if x.shape[1] != 1 or self.is_paged or self.training or not self.takes_room(kwargs):
+            return None
+        ours = setting(self.config, "_attn_implementation_internal") == NAME and not shows_attentions(self)
+        if not ours or kwargs.get("output_attentions") or why_not_ours(x, x, x, None, kwargs):
+            return None
+        known = mask is None or (mask.dim() == 4 and mask.dtype in (torch.bool, torch.float32, x.dtype))
+        return room_of(cache, self) if known and (mask is None or mask.shape[-1] > 1) else None
+
+    def takes_room(self, kwargs: dict) -> bool:
+        """Whether there is an `over_room` for this attention."""
+        raise NotImplementedError
+
+    def over_room(
+        self, room: Room, x: Tensor, projections: list, norms: list, angles: tuple | None, mask: Tensor | None
+    ):
+        """Append the key and the value of a token, and attend. Returns the weighted sums [B, 1, A, V], and the gate."""
+        raise NotImplementedError
 
     def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
         """The queries [B, A, T, D], the two tensors that the cache stores, and the output's gate or None."""
@@ -134,24 +154,19 @@ class FusedAttention(FusedProjections):
     """One product for queries, keys, values and a gate, and one op that normalises and rotates queries and keys."""
 
     joined = ("q_proj", "k_proj", "v_proj", "g_proj")
+    norms_values = False
 
-    def room(self, x: Tensor, cache: Cache | None, mask: Tensor | None, kwargs: dict) -> Room | None:
-        record, own = self.record, self.__dict__
-        plain = record.angles != "complex" and record.norms_first and own.get("v_scale", 1.0) == 1.0
-        if x.shape[1] != 1 or not plain or self.is_paged or self.training or own.get("store_full_length_kv"):
-            return None
-        ours = setting(self.config, "_attn_implementation_internal") == NAME and not shows_attentions(self)
-        if not ours or kwargs.get("output_attentions") or why_not_ours(x, x, x, None, kwargs):
-            return None
-        known = mask is None or (mask.dim() == 4 and mask.dtype in (torch.bool, torch.float32, x.dtype))
-        return room_of(cache, self) if known and (mask is None or mask.shape[-1] > 1) else None
+    def takes_room(self, kwargs: dict) -> bool:
+        return self.record.angles != "complex"
 
-    def over_room(self, room: Room, x: Tensor, projections: list, norms: list, angles: tuple, mask: Tensor | None):
-        """Append the key and the value of a token, and attend. Returns the weighted sums [B, 1, A, V], and the gate."""
+    def over_room(
+        self, room: Room, x: Tensor, projections: list, norms: list, angles: tuple | None, mask: Tensor | None
+    ):
         q, k, v, gate = self.heads(*project(x, projections))
         weights = self.norm_weights(norms, q, k)
-        eps = {"eps": eps_of(norms[0])} if norms else {}
-        q = ops._rope_into(q, k, v, *angles, room, *weights, **eps)
+        options = {"eps": eps_of(norms[0]), "norms_last": not self.record.norms_first} if norms else {}
+        options |= {"v_scale": self.__dict__.get("v_scale", 1.0), "norms_v": self.norms_values}
+        q = ops._rope_into(q, k, v, *(angles or (None, None)), room, *weights, **options)
         return ops._attention_over(q, room, mask, self._parameters.get("sinks"), scale=self.scaling), gate
 
     def norm_weights(self, norms: list, q: Tensor, k: Tensor) -> list[Tensor]:
@@ -163,7 +178,7 @@ class FusedAttention(FusedProjections):
     def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
         q, k, v, gate = self.heads(*project(x, projections))
         q, k = self.rope(q, k, angles, norms)
-        v = v.transpose(1, 2)
+        v = (ops.norm(v, eps=eps_of(norms[0])) if self.norms_values else v).transpose(1, 2)
         scale = self.__dict__.get("v_scale", 1.0)  # MiMo's
         return q, k, v if scale == 1.0 else v * scale, gate
 
@@ -221,12 +236,26 @@ def heads_of(x: Tensor, width: int) -> Tensor:
     return x.view(*x.shape[:-1], -1, width)
 
 
+def of_heads(x: Tensor, weight: dict) -> Tensor:
+    """[B, T, A, H] times the weights [A, N, H] -> [B, T, A, N]"""
+    return ops._linear_of_heads(x.flatten(0, 1), **weight).unflatten(0, x.shape[:2])
+
+
 class FusedGemma4Attention(FusedAttention):
     """Gemma 4 also normalises the values. Without v_proj, they are the keys before norm and rotation."""
 
+    norms_values = True  # with the epsilon of queries and keys
+
     def heads(self, q: Tensor, k: Tensor, v: Tensor | None = None) -> tuple:
-        q, k, v, _ = super().heads(q, k, k if v is None else v)
-        return q, k, ops.norm(v, eps=eps_of(self._modules["v_norm"])), None
+        return super().heads(q, k, k if v is None else v)
+
+    def is_shared(self) -> bool:
+        """Whether other layers use its keys and values. Those of the last layers are stored in any case."""
+        return self.store_full_length_kv and self.config.num_kv_shared_layers > 0
+
+    def takes_room(self, kwargs: dict) -> bool:
+        asked = self.store_full_length_kv and kwargs.get("return_shared_kv_states")  # by an assistant
+        return not (self.is_shared() or asked)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared_kv_states=None, **kwargs):
         if self.store_full_length_kv:
@@ -240,25 +269,53 @@ class FusedLatentAttention(FusedProjections):
     joined = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "g_proj")  # it has one of the first two
 
     def states(self, x: Tensor, projections: list, norms: list, angles: tuple[Tensor, Tensor] | None) -> tuple:
-        q, latent, *gate = project(x, projections)
-        if len(norms) > 1:
-            q = self._modules["q_b_proj"](rms_norm(q, norms[0]))
-        q = heads_of(q, self.qk_head_dim)
-        latent, k_rot = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        latent, k_rot = rms_norm(latent, norms[-1]).unsqueeze(1), k_rot.unsqueeze(2)
+        q, latent, k_rot, gate = self.heads(*project(x, projections), norms=norms)
+        latent = rms_norm(latent, norms[-1]).transpose(1, 2)
         if angles is None:
             q, k_rot = q.transpose(1, 2), k_rot.transpose(1, 2)
         else:
             q, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
             q_rot, k_rot = self.rope(q_rot, k_rot, *angles)
             q = torch.cat((q.transpose(1, 2), q_rot), -1)
-        return q, latent, k_rot, gate[0] if gate else None
+        return q, latent, k_rot, gate
+
+    def heads(self, q: Tensor, latent: Tensor, gate: Tensor | None = None, *, norms: list) -> tuple:
+        """Queries [B, T, A, D], the latent, which is not normalised yet, and the part of the keys that is rotated, both
+        [B, T, 1, width], from the projections; and the gate."""
+        if len(norms) > 1:
+            layer = self._modules["q_b_proj"]
+            q = rms_norm(q, norms[0])
+            q = product(q, layer) if self.are_unmodified(layer) else layer(q)
+        latent, k_rot = latent.unsqueeze(2).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        return heads_of(q, self.qk_head_dim), latent, k_rot, gate
+
+    def takes_room(self, kwargs: dict) -> bool:
+        return self.is_plain_expansion()
+
+    def over_room(
+        self, room: Room, x: Tensor, projections: list, norms: list, angles: tuple | None, mask: Tensor | None
+    ):
+        q, latent, k_rot, gate = self.heads(*project(x, projections), norms=norms)
+        q, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        to_keys, to_values = self.expansions(x)
+        norm, q = norms[-1], ops._linear_of_heads(q.squeeze(1), **to_keys).unsqueeze(1)
+        options = (
+            {"interleaved": self.pairs_neighbours(), "pairs_stay": self.record.angles == "complex"} if angles else {}
+        )
+        q = ops._rope_into(
+            q_rot, k_rot, latent, *(angles or (None, None)), room, v_norm_weight=member(norm, "weight"), q_first=q,
+            eps=eps_of(norm), norms_v=True, **options,
+        )  # fmt: skip
+        sums = ops._attention_over(q, room, mask, scale=self.scaling)
+        return ops._linear_of_heads(sums.squeeze(1), **to_values).unsqueeze(1), gate
+
+    def pairs_neighbours(self) -> bool:
+        """Whether the elements of a pair are neighbours. Bailing's configuration has no such setting: they are."""
+        return self.record.angles == "complex" or bool(getattr(self.config, "rope_interleave", True))
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        if self.record.angles == "complex":
-            return tuple(with_neighbours_paired(heads) for heads in ops.rope(q, k, cos, sin, interleaved=True))
-        # Bailing's configuration has no such setting: its pairs are neighbours.
-        return ops.rope(q, k, cos, sin, interleaved=bool(getattr(self.config, "rope_interleave", True)))
+        rotated = ops.rope(q, k, cos, sin, interleaved=self.pairs_neighbours())
+        return tuple(map(with_neighbours_paired, rotated)) if self.record.angles == "complex" else rotated
 
     def attend(self, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None, **kwargs):
         keys = joined_rows(latent, k_rot) if self.may_absorb(q, latent, mask, kwargs) else None
@@ -266,9 +323,9 @@ class FusedLatentAttention(FusedProjections):
             return super().attend(q, *self.expand_kv(latent, k_rot), mask, **kwargs)
         to_keys, to_values = self.expansions(latent)
         q, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
-        q = torch.cat((torch.einsum("batn,anr->batr", q, to_keys), q_rot), -1)
+        q = torch.cat((of_heads(q.transpose(1, 2), to_keys).transpose(1, 2), q_rot), -1)
         output, weights = super().attend(q, keys, latent, mask, **kwargs)
-        return torch.einsum("btar,avr->btav", output, to_values), weights
+        return of_heads(output, to_values), weights
 
     def may_absorb(self, q: Tensor, latent: Tensor, mask: Tensor | None, kwargs: dict) -> bool:
         """Whether to multiply the queries by the expansion of keys, and attend to the latents directly. For few queries
@@ -278,17 +335,37 @@ class FusedLatentAttention(FusedProjections):
         shows_weights = kwargs.get("output_attentions") or self.config.output_attentions
         if self.config._attn_implementation != NAME or shows_weights or (self.training and self.attention_dropout):
             return False
-        expansion = self._modules["kv_b_proj"]
-        plain = self.are_unmodified(expansion) and expansion.bias is None
-        return plain and why_not_ours(q, latent, latent, mask, kwargs) is None
+        return self.is_plain_expansion() and why_not_ours(q, latent, latent, mask, kwargs) is None
 
-    def expansions(self, latent: Tensor) -> Iterable[Tensor]:
-        """The weights [A, N, R] and [A, V, R] that compute unrotated keys and values from latents."""
-        layer = self._modules["kv_b_proj"]
+    def is_plain_expansion(self) -> bool:
+        expansion = self._modules["kv_b_proj"]
+        return self.are_unmodified(expansion) and expansion.bias is None
+
+    def expansions(self, x: Tensor) -> tuple[dict, dict]:
+        """The weights that multiply the unrotated part of the queries, [A, R, N], and the weighted sums of latents,
+        [A, V, R], of each head, as arguments of `_linear_of_heads`.
+
+        They are the halves of kv_b_proj. That of the keys is used transposed, so it is prepared once, dense. That of
+        the values is read as it is stored, unless the rows of several heads share scales.
+        """
+        layer, sizes = self._modules["kv_b_proj"], [self.qk_nope_head_dim, self.v_head_dim]
         packed = isinstance(layer, Linear)
-        weight = dequantized(*layer.parts("weight"), layer.format, latent) if packed else member(layer, "weight")
-        sizes = [self.qk_nope_head_dim, self.v_head_dim]
-        return weight.view(self.num_heads, sum(sizes), -1).split(sizes, 1)
+        as_stored = not packed or FORMATS[layer.format].rows_per_scale == 1
+        parts = layer.parts("weight") if packed else [member(layer, "weight"), None, None]
+
+        def halves(weight: Tensor) -> list[Tensor]:
+            return list(weight.view(self.num_heads, sum(sizes), -1).split(sizes, 1))
+
+        def prepare(weight: Tensor) -> Tensor:
+            keys, values = halves(dequantized(*parts, layer.format, x) if packed else weight)
+            return torch.cat([keys.mT.flatten()] + ([] if as_stored else [values.flatten()]))
+
+        flat = prepared(layer, layer.packing["weight"][0] if packed else "weight", prepare, x.dtype)
+        keys = flat[: self.num_heads * sizes[0] * self.kv_lora_rank].view(self.num_heads, self.kv_lora_rank, sizes[0])
+        if not as_stored:
+            return {"weight": keys}, {"weight": flat[keys.numel() :].view(self.num_heads, sizes[1], self.kv_lora_rank)}
+        values = {name: halves(part)[1] for name, part in zip(WEIGHT, parts, strict=True) if part is not None}
+        return {"weight": keys}, values | ({"format": layer.format} if packed else {})
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self.warm_up_products(tokens, dtype)

@@ -12,7 +12,7 @@ from .experts import NAME, is_experts, why_not_fused
 from .factory import fused_class
 from .families import NOT_FUSED, class_name
 from .fused import Fused, JoinedProjections, original_class, selects_ours
-from .layers import FusedGemma4Layer, FusedNorm, FusedPreNormLayer, keeps_state
+from .layers import FusedNorm, FusedPreNormLayer, TapedLayer, keeps_state
 from .linear_blocks import FusedMixer
 from .moe_blocks import FusedBlock, FusedMlp
 from .stock_gguf import give_back, take
@@ -28,7 +28,6 @@ ATTENTION_BEFORE = "_moe_metal_attention_before"
 #: transformers' name for what forbids drafts.
 STATEFUL = "_is_stateful"
 LAST_NORMS = ("norm", "embedding_norm")
-LAYERS = FusedPreNormLayer | FusedGemma4Layer
 MLPS = FusedBlock | FusedMlp
 
 
@@ -113,7 +112,7 @@ def select(model: nn.Module, implementation: str | None) -> None:
 def select_attention(model: nn.Module) -> None:
     """Select our attention for models whose layers are fused. It replaces PyTorch's attention, and eager attention only
     if transformers has no other for the model, so that eager is not the user's choice."""
-    layers = [layer for layer in model.modules() if isinstance(layer, LAYERS)]
+    layers = [layer for layer in model.modules() if isinstance(layer, TapedLayer)]
     attentions = [part for part in model.modules() if isinstance(part, FusedProjections)]
     mixers = [*attentions, *(layer._modules.get("self_attn") for layer in layers)]
     fused = {id(mixer.config) for mixer in mixers if hasattr(mixer, "config")}
@@ -171,7 +170,7 @@ def fuse_norm(name: str, modules: dict[str, nn.Module]) -> Row | None:
     """Fuse the norm after the last layer, which has no configuration of its own."""
     norm, model = modules[name], modules[name.rpartition(".")[0]]
     layers = model._modules.get("layers", ())
-    if name.rpartition(".")[2] not in LAST_NORMS or not any(isinstance(layer, LAYERS) for layer in layers):
+    if name.rpartition(".")[2] not in LAST_NORMS or not any(isinstance(layer, TapedLayer) for layer in layers):
         return None
     norm.config = model.config
     row = fuse(name, norm)
@@ -215,7 +214,7 @@ def formats(module: nn.Module) -> str:
 
 def tape_note(module: nn.Module) -> str:
     """Whether Python runs this layer's code for each token, although it is fused."""
-    reason = why_not_taped(module) if isinstance(module, FusedPreNormLayer) else None
+    reason = why_not_taped(module) if isinstance(module, TapedLayer) else None
     return f"not replayed: {reason}" if reason else ""
 
 

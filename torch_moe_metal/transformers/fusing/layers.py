@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..versions import CACHE, cache_argument
 from . import tape
 from .attention import warm_up_attention
-from .attention_blocks import FusedProjections
+from .attention_blocks import FusedGemma4Attention, FusedProjections
 from .cache import grow_in_place
 from .experts import why_not_fused
 from .families import NOT_FUSED, RECORDS, class_name
@@ -24,6 +24,8 @@ ops = torch.ops.moe_metal
 
 #: The arguments of a decoder layer that mixers with a recurrent state do not get.
 POSITIONS = ("position_embeddings", "position_ids", "use_cache")
+#: The arguments that are inputs of a tape.
+TAPE_INPUTS = ("attention_mask", "position_embeddings")
 
 
 class IdentityAttention(nn.Module):
@@ -54,7 +56,29 @@ def is_recurrent(mixer: type) -> bool:
     return isinstance(RECORDS.get(class_name(mixer)), LinearAttention | ShortConv)
 
 
-class FusedPreNormLayer(Fused):
+class TapedLayer(Fused):
+    """A decoder layer that is replayed for single tokens if its tape can be recorded."""
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        tape.forget(self)
+        return self
+
+    def mixer(self) -> tuple[str, nn.Module]:
+        """The name of its attention, or of what is in place of it, and the module."""
+        raise NotImplementedError
+
+    def why_never_taped(self) -> str | None:
+        """Why no token of this layer can be replayed, or None."""
+        _, mixer = self.mixer()
+        if isinstance(mixer, FusedMixer):
+            return None
+        if keeps_state(mixer):
+            return "its mixer keeps a recurrent state"
+        return None if isinstance(mixer, FusedProjections) else "its attention is not fused"
+
+
+class FusedPreNormLayer(TapedLayer):
     """A decoder layer with a fused block or MLP. One op computes the residual addition after attention and the norm,
     and the op `experts` adds the second residual."""
 
@@ -68,22 +92,6 @@ class FusedPreNormLayer(Fused):
         if args:
             return forward()
         return tape.computed(self, forward, hidden_states, attention_mask, position_embeddings, kwargs)
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        tape.forget(self)
-        return self
-
-    def why_never_taped(self) -> str | None:
-        """Why no token of this layer can be replayed, or None."""
-        _, mixer = self.mixer()
-        if isinstance(mixer, FusedMixer):
-            return None
-        if keeps_state(mixer):
-            return "its mixer keeps a recurrent state"
-        if not isinstance(mixer, FusedProjections):
-            return "its attention is not fused"
-        return "its angles are complex numbers" if mixer.record.angles == "complex" else None
 
     def computed(self, hidden_states: Tensor, *args, attention_mask=None, position_embeddings=None, **kwargs) -> Tensor:
         """The forward without a tape."""
@@ -118,7 +126,6 @@ class FusedPreNormLayer(Fused):
         return ({}, {}) if known and mlp.still_selected() else None  # the layer may have no configuration
 
     def mixer(self) -> tuple[str, nn.Module]:
-        """Its name, and the module."""
         modules = self._modules
         for name in self.record.mixers:
             if modules.get(name) is not None:
@@ -159,7 +166,7 @@ def add(residual: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
     return ops.residual_norm(residual, x, member(norm, "weight"), eps=eps_of(norm))[1]
 
 
-class FusedGemma4Layer(Fused):
+class FusedGemma4Layer(TapedLayer):
     """Gemma 4's decoder layer. Each norm is one op together with its residual addition, and so are router and
     experts."""
 
@@ -169,8 +176,27 @@ class FusedGemma4Layer(Fused):
             return None
         return cls.why_replaced(module, ("experts",)) or why_not_fused(module._modules["experts"])
 
+    def mixer(self) -> tuple[str, nn.Module]:
+        return "self_attn", self._modules["self_attn"]
+
+    def why_never_taped(self) -> str | None:
+        attention = self._modules["self_attn"]
+        if isinstance(attention, FusedGemma4Attention) and attention.is_shared():
+            return "other layers use its keys and values"
+        return "it has an input of its own" if self.hidden_size_per_layer_input else super().why_never_taped()
+
     def forward(self, hidden_states: Tensor, per_layer_input=None, shared_kv_states=None, *args, **kwargs):
-        kwargs |= {"shared_kv_states": shared_kv_states}
+        def forward() -> Tensor:
+            return self.computed(hidden_states, per_layer_input, *args, shared_kv_states=shared_kv_states, **kwargs)
+
+        if args or per_layer_input is not None:
+            return forward()
+        others = {name: value for name, value in kwargs.items() if name not in TAPE_INPUTS}
+        mask, angles = (kwargs.get(name) for name in TAPE_INPUTS)
+        return tape.computed(self, forward, hidden_states, mask, angles, others)
+
+    def computed(self, hidden_states: Tensor, per_layer_input: Tensor | None, *args, **kwargs) -> Tensor:
+        """The forward without a tape."""
         arguments = None if args else self.ready(hidden_states)
         if arguments is None:
             return super().forward(hidden_states, per_layer_input, *args, **kwargs)
@@ -205,10 +231,13 @@ class FusedGemma4Layer(Fused):
         )
         output = ops.experts(self.normed("pre_feedforward_layernorm_2", residual), weights, ids, **arguments)
         dense_norm, norm = inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"]
-        one = torch.ones_like(weights[..., :1])
-        slots = output.unsqueeze(-2)
         return ops.weighted_sum_dual_norm_add(
-            slots, one, dense, member(dense_norm, "weight"), member(norm, "weight"), eps=norm.eps
+            output.unsqueeze(-2),
+            ones(weights.shape[:-1], norm),
+            dense,
+            member(dense_norm, "weight"),
+            member(norm, "weight"),
+            eps=norm.eps,
         )
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
@@ -235,6 +264,15 @@ class FusedGemma4Layer(Fused):
             and self.still_selected()
         )
         return self.experts_part(x, experts) if known else None
+
+
+def ones(sizes: torch.Size, norm: nn.Module) -> Tensor:
+    """Ones [..., 1] in float32. Those of few tokens are prepared, since a tape cannot make them."""
+    count = sizes.numel()
+    if torch.compiler.is_compiling() or count > FEW_TOKENS:
+        return torch.ones(*sizes, 1, device=norm.weight.device)
+    found = prepared(norm, "weight", lambda weight: weight.new_ones(FEW_TOKENS, dtype=torch.float32))
+    return found[:count].view(*sizes, 1)
 
 
 def norm_add(residual: Tensor, x: Tensor, norm: nn.Module, scalar: Tensor | None = None) -> Tensor:

@@ -46,9 +46,12 @@ def prepared_results(module: nn.Module) -> list[tuple[Tensor, int, Tensor]]:
     return [] if found is None else [found]
 
 
-def prepared(module: nn.Module, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """`compute(module.name)` of the one parameter that is prepared in this module, computed again only after it has
-    changed. Changes in-place count, except through `.data`, which PyTorch does not record."""
+def prepared(
+    module: nn.Module, name: str, compute: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+) -> Tensor:
+    """`compute(module.name)` of the one parameter or buffer that is prepared in this module, computed again only after
+    it has changed. Changes in-place count, except through `.data`, which PyTorch does not record. `dtype` is that of
+    the result, if it depends on more than the parameter."""
     weight = member(module, name)
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if traced or type(weight) not in (nn.Parameter, Tensor) or weight.is_meta or weight.is_inference():
@@ -57,7 +60,7 @@ def prepared(module: nn.Module, name: str, compute: Callable[[Tensor], Tensor]) 
     if known is not None:
         memory, version, result = known
         same = memory.data_ptr() == weight.data_ptr() and memory.dtype == weight.dtype
-        if same and version == weight._version == memory._version:
+        if same and version == weight._version == memory._version and dtype in (None, result.dtype):
             return result
     with torch.inference_mode(False), torch.no_grad():
         result = compute(weight)

@@ -169,6 +169,8 @@ def computed(layer: nn.Module, forward: Callable, x: Tensor, mask, angles, kwarg
     may be recorded."""
     stored = layer_of_cache(layer, x, kwargs)
     part = None if stored is None else stored.for_tape(mask)
+    if part is not None and type(angles) is Tensor and angles.is_complex():
+        angles = angles.real, angles.imag
     if part is None or not (angles is None or (type(angles) is tuple and len(angles) == 2)):
         return forward()
     tape = stored.tape
