@@ -38,7 +38,7 @@ REASONS: dict[str, list[str | None]] = {
     "mimo_v2_flash": ["aten::mul"] * 2,
     "laguna": ["aten::to"] * 2,
     "flint": [None, "aten::copy_"],
-    "granitemoehybrid": ["aten::mul", "aten::linear"],
+    "granitemoehybrid": [None, "aten::linear"],
     "lara_mini": [None, None, "aten::copy_"],
     "bailing_hybrid": [None, "aten::cat" if CACHE == OLD_CACHE else "aten::linear"],  # before 5.24, and since
     "kimi_linear": [None, "aten::linear"],
