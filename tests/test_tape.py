@@ -30,9 +30,6 @@ RECURRENT = "its mixer keeps a recurrent state"
 REASONS: dict[str, list[str | None]] = {
     "mistral4": ["aten::div"] * 2,
     "laguna": ["aten::to"] * 2,
-    "granitemoehybrid": ["aten::mul", None],
-    "bailing_hybrid": [None, None],
-    "kimi_linear": [None, None],
     "lfm2_moe": ["aten::sum"] * 2,
 }
 #: Families whose layers are not fused.

@@ -52,7 +52,8 @@ def alike(stored: Tensor | None, new: Tensor) -> bool:
 class ForTape(NamedTuple):
     """What a tape gets of a layer of the cache besides its room."""
 
-    inputs: tuple = (None, None, None, 0, 0)  # the state, the convolution's rows and the log of a linear mixer, and the positions in both
+    #: Of a mixer: its state, the convolution's rows and the log, and the positions in both.
+    inputs: tuple = (None, None, None, 0, 0)
     pending: int = 0  # rows of the log that the state does not contain yet
 
 

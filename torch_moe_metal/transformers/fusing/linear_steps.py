@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
-from .linear_cache import GrowingLinearLayer, Sizes, Step, alike
+from .linear_cache import GrowingLinearLayer, Sizes, Step, alike, new_state
 
 
 def step_in(cache: Cache, index: int, x: Tensor, sizes: Sizes) -> Step | None:
@@ -29,8 +29,7 @@ def step_in_place(layer: LinearAttentionLayer, x: Tensor, sizes: Sizes) -> Step 
     if not layer.is_conv_states_initialized[0]:
         layer.lazy_initialization(conv_states=kept.mT, state_idx=0)
     if sizes.heads and not layer.is_recurrent_states_initialized[0]:
-        state = x.new_empty(len(x), *sizes.state(), dtype=torch.float32)
-        layer.lazy_initialization(recurrent_states=state, state_idx=0)
+        layer.lazy_initialization(recurrent_states=new_state(x, sizes), state_idx=0)
     inputs, state = layer.conv_states[0], layer.recurrent_states[0]
     if inputs.shape != kept.mT.shape or not alike(inputs, x, x.dtype) or inputs.requires_grad:
         return None

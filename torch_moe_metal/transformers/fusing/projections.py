@@ -5,7 +5,7 @@ of that storage, so names, shapes and values do not change. Each call checks whe
 because they may be moved, loaded or replaced at any time. If they are not, each layer runs separately.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -102,12 +102,11 @@ def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def project(x: Tensor, layers: Sequence[nn.Linear], product: Callable | None = None) -> Sequence[Tensor]:
-    """The results of the layers for x. If the weights of neighbours are joined, their results are views of one.
-    `product` computes dense ones, by default `linear`."""
+def project(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+    """The results of the layers for x. If the weights of neighbours are joined, their results are views of one."""
     if torch.compiler.is_compiling():  # a compiled graph has each weight as an input of its own
         return [layer(x) for layer in layers]
-    return [output for together in neighbours(layers) for output in outputs_of(x, together, product or linear)]
+    return [output for together in neighbours(layers) for output in outputs_of(x, together)]
 
 
 def product(x: Tensor, layer: nn.Linear) -> Tensor:
@@ -123,11 +122,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return ops.linear(x, weight, bias=bias) if plain and x.numel() else F.linear(x, weight, bias)
 
 
-def outputs_of(x: Tensor, layers: Sequence[nn.Linear], product: Callable) -> Sequence[Tensor]:
+def outputs_of(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
     """The results of layers that are alike."""
     if len(layers) == 1:
         [layer] = layers
-        return [product(x, layer.weight, layer.bias) if type(layer) is nn.Linear else layer(x)]
+        return [linear(x, layer.weight, layer.bias) if type(layer) is nn.Linear else layer(x)]
     tensors = list(zip(*map(tensors_of, layers), strict=True))
     for parts in tensors:
         if (given := sum(part is not None for part in parts)) and (given < len(parts) or not is_joined(parts)):
@@ -139,5 +138,5 @@ def outputs_of(x: Tensor, layers: Sequence[nn.Linear], product: Callable) -> Seq
     if isinstance(first, Linear):
         output = ops.linear(x, *weight, bias, format=first.format)
     else:
-        output = product(x, *weight, bias)
+        output = linear(x, *weight, bias)
     return output.split_with_sizes([layer.out_features for layer in layers], -1)
