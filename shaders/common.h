@@ -62,6 +62,7 @@ struct RoutingParams {
   GroupScore group_score;
   float scaling_factor;
   float softcap;  // 0: none
+  float sum_eps;
 };
 
 // The activation options of the ops glu and experts.
@@ -382,7 +383,7 @@ struct ShortConvParams {
 // The params structs and their sizes in bytes. Both compilers check them, so shaders and host agree.
 // clang-format off
 #define MOE_METAL_PARAMS(check) \
-  check(RoutingParams, 36) check(RouteParams, 52) check(GateParams, 76) check(ActivationParams, 12) \
+  check(RoutingParams, 40) check(RouteParams, 56) check(GateParams, 80) check(ActivationParams, 12) \
   check(GluParams, 88) check(WeightParams, 104) check(ExpertsParams, 304) check(ProductParams, 128) \
   check(LinearParams, 144) check(DequantizeParams, 128) check(WeightedSumParams, 44) \
   check(ResidualNormParams, 36) check(RopeParams, 448) check(AttentionParams, 216) \

@@ -157,7 +157,7 @@ float expert_scale(device const T* per_expert_scale, uint expert, RouteParams pa
 template <typename T>
 float final_weight(Choice chosen, float total, device const T* per_expert_scale, RouteParams params) {
   float weight = chosen.weight;
-  if (params.routing.renormalize != Renormalize::none) weight /= total + 1e-20f;
+  if (params.routing.renormalize != Renormalize::none) weight /= total + params.routing.sum_eps;
   if (params.routing.renormalize != Renormalize::after_scale) {
     weight *= expert_scale(per_expert_scale, chosen.expert, params);
   }

@@ -50,7 +50,7 @@ def norm(values: list[float], weight: list[float], eps: float = 1e-6) -> list[fl
 
 
 def route(logits, select_bias=None, per_expert_scale=None, *, top_k, scoring="softmax", renormalize="before_scale",
-          n_group=1, topk_group=1, group_score="top2_sum", scaling_factor=1.0, softcap=0.0):  # fmt: skip
+          n_group=1, topk_group=1, group_score="top2_sum", scaling_factor=1.0, softcap=0.0, sum_eps=1e-20):  # fmt: skip
     if softcap:
         logits = [softcap * math.tanh(v / softcap) for v in logits]
     scores = SCORING[scoring](logits)
@@ -65,7 +65,7 @@ def route(logits, select_bias=None, per_expert_scale=None, *, top_k, scoring="so
     if renormalize == "after_scale":
         weights = [w * s for w, s in zip(weights, scale, strict=True)]
     if renormalize != "none":
-        weights = [w / sum(weights) for w in weights]
+        weights = [w / (sum(weights) + sum_eps) for w in weights]
     if renormalize != "after_scale":
         weights = [w * s for w, s in zip(weights, scale, strict=True)]
     return [w * scaling_factor for w in weights], ids
@@ -369,7 +369,14 @@ def test_reference_of_every_activation(activation: str, limit: float | None):
 def test_reference_of_every_routing(scoring: str, renormalize: str, groups: tuple):
     generator = torch.Generator().manual_seed(7)
     logits, bias, scale = (torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(3))
-    options = {"top_k": 5, "scoring": scoring, "renormalize": renormalize, "scaling_factor": 1.5, "softcap": 3.0}
+    options = {
+        "top_k": 5,
+        "scoring": scoring,
+        "renormalize": renormalize,
+        "scaling_factor": 1.5,
+        "softcap": 3.0,
+        "sum_eps": 0.1,
+    }
     options |= dict(zip(("n_group", "topk_group", "group_score"), groups, strict=True))
     weights, ids = reference.route(logits, bias, scale, **options)
     want_weights, want_ids = route(logits.tolist(), bias.tolist(), scale.tolist(), **options)

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 
 import torch_moe_metal
+from checks import assert_matches
 from conftest import DEVICES, SIMULATED
 from tiny_models import CONFIGS, tiny_model, tokens
 from torch_moe_metal.transformers import restore, snapshot
-from torch_moe_metal.transformers.fusing import tape
+from torch_moe_metal.transformers.fusing import attention_blocks, tape
 from torch_moe_metal.transformers.fusing.layers import TapedLayer
 from torch_moe_metal.transformers.fusing.linear_cache import GrowingLinearLayer
 from torch_moe_metal.transformers.versions import cache_of, with_cache
@@ -30,7 +31,6 @@ RECURRENT = "its mixer keeps a recurrent state"
 REASONS: dict[str, list[str | None]] = {
     "mistral4": ["aten::div"] * 2,
     "laguna": ["aten::to"] * 2,
-    "lfm2_moe": ["aten::sum"] * 2,
 }
 #: Families whose layers are not fused.
 WITHOUT_LAYERS = {
@@ -193,6 +193,44 @@ def test_packed_weights(family: str, both):
     assert both(model).steps(6) == 8
 
 
+#: Sizes of DeepSeek V3 that packed formats take.
+PACKED_LATENTS = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "hidden_size", "moe_intermediate_size"), 64)
+PACKED_LATENTS |= {"intermediate_size": 64, "qk_nope_head_dim": 48, "v_head_dim": 64}
+
+
+@pytest.mark.parametrize("format", ["affine", "nvfp4", "fp8"])
+def test_packed_latents(format: str, both, monkeypatch):
+    """The expansion of latents is dequantised once, and not for each token."""
+    counted, stock = [], attention_blocks.dequantized
+    monkeypatch.setattr(attention_blocks, "dequantized", lambda *args: counted.append(1) or stock(*args))
+    model = tiny_model("deepseek_v3", **PACKED_LATENTS)
+    torch_moe_metal.quantize_(model, format)
+    expected = Conversation(model)
+    torch_moe_metal.patch(model)
+    assert both(model).steps(5) == 6
+    assert len(counted) == 2
+    found = Conversation(model)
+    for _ in range(3):
+        logits = found.step()
+    torch_moe_metal.unpatch(model)
+    for _ in range(3):
+        wanted = expected.step()
+    assert_matches([logits], [wanted], roundings=10)
+
+
+def test_the_expansion_of_latents_follows_its_weight():
+    attention = fused("deepseek_v3").model.layers[0].self_attn
+
+    def keys(dtype: torch.dtype) -> Tensor:
+        return attention.expansions(torch.zeros(1, dtype=dtype))[0]["weight"]
+
+    before, weight = keys(torch.float32).clone(), attention.kv_b_proj.weight
+    weight.mul_(2)
+    assert torch.equal(keys(torch.float32), before * 2)
+    attention.bfloat16()
+    assert torch.equal(keys(torch.bfloat16), (before * 2).bfloat16())
+
+
 def test_on_each_device(device, both):
     assert both(fused("qwen3_moe", device)).steps(5) == 6
     assert both(fused("gpt_oss", device, **WINDOW), prompt=7).steps(5) >= 6
@@ -238,6 +276,23 @@ def test_padding(both):
     assert conversation.replayed == 10
     conversation.step()  # without a mask the layer is recorded again
     assert conversation.steps(4) > 4
+
+
+def test_padded_prompts(monkeypatch):
+    model, found = fused(), []
+    ids, mask = tokens(3, 7), torch.ones(3, 7, dtype=torch.long)
+    mask[0, :4] = mask[2, :1] = 0
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
+    for on, expected in ((True, 2 * 5), (False, 0)):
+        monkeypatch.setattr(tape, "ENABLED", on)
+        assert replays(lambda: found.append(model.generate(ids, attention_mask=mask, **options))) == expected
+    assert torch.equal(*found)
+
+
+def test_a_large_batch_does_not_keep_others_from_being_replayed(both):
+    model = fused()
+    assert both(model, batch=9).steps(4) == 0
+    assert both(model).steps(4) == 4
 
 
 @pytest.mark.parametrize("positions", [[20, 9, 300, 7, 8], [7, 7, 7, 7, 7]])

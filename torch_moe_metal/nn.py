@@ -73,7 +73,7 @@ class MoE(Packed):
         (shared_gate: a module, [..., H] -> [..., 1], the logit of the shared expert's gate).
 
     `routing` are options of `torch.ops.moe_metal.gate`: scoring, renormalize, n_group, topk_group, group_score,
-    scaling_factor, softcap. If a gradient is needed, PyTorch's own ops compute the same, expert by expert.
+    scaling_factor, softcap, sum_eps. If a gradient is needed, PyTorch's own ops compute the same, expert by expert.
     """
 
     def __init__(

@@ -87,13 +87,14 @@ def route(
     group_score: str = "top2_sum",
     scaling_factor: float = 1.0,
     softcap: float = 0.0,
+    sum_eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Each token's K best experts, best first, and their weights. -> weights float32 [T, K], ids int32 [T, K]
 
     - The ids of a token are distinct and in [0, E). Ties go to the lowest id, and NaN ranks below -inf.
     - scoring: softmax, sigmoid or sqrt_softplus.
     - renormalize: none, before_scale (the selected scores are divided by their sum, then multiplied by
-      per_expert_scale) or after_scale (the other order). scaling_factor multiplies last.
+      per_expert_scale) or after_scale (the other order). sum_eps is added to the sum. scaling_factor multiplies last.
     - n_group, topk_group, group_score (top2_sum or max): experts are selected only from the topk_group best of n_group
       groups.
     - softcap, if not 0, replaces the logits by softcap * tanh(logits / softcap).
@@ -111,7 +112,7 @@ def route(
     if renormalize == "after_scale":
         weights, scale = weights * scale, 1.0
     if renormalize != "none":
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + sum_eps)
     return (weights * scale * scaling_factor).float(), ids.int()
 
 
@@ -131,6 +132,7 @@ def gate(
     group_score: str = "top2_sum",
     scaling_factor: float = 1.0,
     softcap: float = 0.0,
+    sum_eps: float = 1e-20,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """The whole router: `route(norm(hidden) @ router_weight.T + router_bias)`; no norm without `norm_weight`.
@@ -151,6 +153,7 @@ def gate(
         group_score=group_score,
         scaling_factor=scaling_factor,
         softcap=softcap,
+        sum_eps=sum_eps,
     )
 
 

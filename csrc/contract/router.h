@@ -9,7 +9,7 @@
 // The routing options in a schema.
 #define MOE_METAL_ROUTING                                                             \
   "int top_k, str scoring='softmax', str renormalize='before_scale', int n_group=1, " \
-  "int topk_group=1, str group_score='top2_sum', float scaling_factor=1.0, float softcap=0.0"
+  "int topk_group=1, str group_score='top2_sum', float scaling_factor=1.0, float softcap=0.0, float sum_eps=1e-20"
 
 namespace moe_metal {
 
@@ -19,7 +19,7 @@ struct RoutingOptions {
   std::string_view scoring, renormalize;
   int64_t n_group, topk_group;
   std::string_view group_score;
-  double scaling_factor, softcap;
+  double scaling_factor, softcap, sum_eps;
 };
 
 inline RoutingParams routing_params(const Arguments& args, const RoutingOptions& options) {
@@ -42,6 +42,7 @@ inline RoutingParams routing_params(const Arguments& args, const RoutingOptions&
       .group_score = args.one_of<GroupScore>("group_score", options.group_score),
       .scaling_factor = args.finite("scaling_factor", options.scaling_factor),
       .softcap = args.softcap("softcap", options.softcap),
+      .sum_eps = args.not_negative("sum_eps", options.sum_eps),
   };
 }
 
@@ -61,14 +62,14 @@ inline constexpr char schema_route[] =
 inline Route check_route(const Tensor& logits, const OptionalTensor& select_bias,
                          const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
                          std::string_view renormalize, int64_t n_group, int64_t topk_group,
-                         std::string_view group_score, double scaling_factor, double softcap) {
+                         std::string_view group_score, double scaling_factor, double softcap, double sum_eps) {
   Arguments args("route", "logits", logits);
   Route call;
   call.logits = args.activation("logits", logits, "*E");
   call.select_bias = args.parameter("select_bias", select_bias, "E");
   call.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
-  call.params =
-      routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
+  call.params = routing_params(
+      args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap, sum_eps});
   make_contiguous({&call.logits, &call.select_bias, &call.per_expert_scale});
   call.T = args.tokens();
   call.weights = args.output(top_k, at::kFloat);
@@ -95,7 +96,7 @@ inline Gate check_gate(const Tensor& hidden, const Tensor& router_weight, const 
                        const OptionalTensor& router_bias, const OptionalTensor& select_bias,
                        const OptionalTensor& per_expert_scale, int64_t top_k, std::string_view scoring,
                        std::string_view renormalize, int64_t n_group, int64_t topk_group, std::string_view group_score,
-                       double scaling_factor, double softcap, double eps) {
+                       double scaling_factor, double softcap, double sum_eps, double eps) {
   Arguments args("gate", "hidden", hidden);
   Gate call;
   call.hidden = args.activation("hidden", hidden, "*H");
@@ -105,8 +106,8 @@ inline Gate check_gate(const Tensor& hidden, const Tensor& router_weight, const 
   call.router_bias = args.parameter("router_bias", router_bias, "E");
   call.select_bias = args.parameter("select_bias", select_bias, "E");
   call.per_expert_scale = args.parameter("per_expert_scale", per_expert_scale, "E");
-  call.params =
-      routing_params(args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap});
+  call.params = routing_params(
+      args, {top_k, scoring, renormalize, n_group, topk_group, group_score, scaling_factor, softcap, sum_eps});
   call.eps = args.not_negative("eps", eps);
   make_contiguous({&call.hidden, &call.router_weight, &call.norm_weight, &call.router_bias, &call.select_bias,
                    &call.per_expert_scale});

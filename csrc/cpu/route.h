@@ -122,6 +122,7 @@ class Router {
     for_each_vector(E, [&](int64_t e, auto n) { store(&scores_[e], score(load(logits + e, n)), n); });
   }
 
+  static constexpr float kNegligible = 1e-20f;  // in a sum of powers, one of which is 1
   // The scores of the K selected experts, which include the largest logit. If they are divided by their sum afterwards,
   // the denominator of the softmax cancels, and K exponentials are enough.
   void chosen_scores(const float* logits, const int32_t* ids, float* weights) const {
@@ -129,8 +130,9 @@ class Router {
     std::array<float, kMaxExperts> chosen;
     for (int64_t k = 0; k < K; ++k) chosen[k] = logits[ids[k]];
     if (params_.scoring == Scoring::softmax) {
-      const bool cancels = params_.renormalize == Renormalize::before_scale ||
+      const bool divided = params_.renormalize == Renormalize::before_scale ||
                            (params_.renormalize == Renormalize::after_scale && !per_expert_scale_);
+      const bool cancels = divided && params_.sum_eps <= kNegligible;
       return softmax(logits, E, chosen.data(), K, !cancels, weights);
     }
     for_each_vector(K, [&](int64_t k, auto n) { store(weights + k, score(load(&chosen[k], n)), n); });
@@ -182,7 +184,7 @@ class Router {
     };
     if (params_.renormalize == Renormalize::after_scale) scale_each();
     if (params_.renormalize != Renormalize::none) {
-      double total = 1e-20;
+      double total = params_.sum_eps;
       for (int64_t k = 0; k < K; ++k) total += weights[k];
       for (int64_t k = 0; k < K; ++k) weights[k] = static_cast<float>(weights[k] / total);
     }

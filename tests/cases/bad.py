@@ -70,6 +70,7 @@ BAD = [
     bad("route", r"scoring: expected one of softmax, sigmoid, sqrt_softplus; got 'soft\x00max'", scoring="soft\0max"),
     bad("route", "group_score: expected one of top2_sum, max; got ''", group_score=""),
     bad("route", "softcap: expected a finite number >= 0, got -5", softcap=-5.0),
+    bad("route", "sum_eps: expected a finite number >= 0, got -1", sum_eps=-1.0),
     bad("route", "softcap: expected a finite number >= 0, got -1e-46, which is -0 as float32", softcap=-1e-46),
     bad("route", "softcap: expected a finite number >= 0, got 1e+39, which is inf as float32", softcap=1e39),
     bad("route", "softcap: expected 0 or a finite number > 0, got 1e-46, which is 0 as float32", softcap=1e-46),

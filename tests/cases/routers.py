@@ -179,12 +179,13 @@ ROUTING_GRID = {
     "groups": (None, (2, 1, "top2_sum"), (4, 2, "max"), (8, 4, "top2_sum"), (8, 3, "max")),
     "scaling_factor": (1.0, 2.5),
     "softcap": (0.0, 15.0),
+    "sum_eps": (1e-20, 0.25),
 }
 
 
 def routing_options(row: dict) -> dict:
     n_group, topk_group, group_score = row["groups"] or (1, 1, "top2_sum")
-    options = {name: row[name] for name in ("scoring", "renormalize", "scaling_factor", "softcap")}
+    options = {name: row[name] for name in ("scoring", "renormalize", "scaling_factor", "softcap", "sum_eps")}
     return options | {"top_k": row["K"], "n_group": n_group, "topk_group": topk_group, "group_score": group_score}
 
 

@@ -1,5 +1,6 @@
 """Cases of `glu`, of weighted sums and of norms, which compute each row by itself."""
 
+from collections.abc import Callable
 from itertools import combinations
 from math import inf, nan
 
@@ -53,6 +54,17 @@ def glu_cases() -> list[Case]:
     return cases
 
 
+def columns_of_a_matrix(more: int) -> Callable[[Args], None]:
+    """The input becomes a part of rows that have this many more columns."""
+
+    def prepare(args: Args) -> None:
+        wide = args["input"].new_full((*args["input"].shape[:-1], args["input"].shape[-1] + more), nan)
+        wide[..., :-more] = args["input"]
+        args["input"] = wide[..., :-more]
+
+    return prepare
+
+
 def sum_and_norm_cases() -> list[Case]:
     """Rows that are all zero, huge, tiny or not finite, with all combinations of optional arguments."""
     cases = []
@@ -77,6 +89,9 @@ def sum_and_norm_cases() -> list[Case]:
         # Rows that threadgroup memory cannot hold: 32 KB are 8192 floats.
         for H in (8192, 16384, 16385):
             cases.append(Case(op, f"H{H}", dims | {"T": 1, "K": 2, "H": H}, OPTIONAL[op], {}, FLOAT))
+    for more in (3, 8):
+        prepare = columns_of_a_matrix(more)
+        cases.append(Case("norm", f"{more}_more_columns", dims, ("weight",), {}, BFLOAT, FLOAT, prepare))
     for size in range(4):
         for given in combinations(OPTIONAL["weighted_sum"], size):
             if "shared_gate" not in given or "shared" in given:

@@ -24,6 +24,10 @@ def in_windows(attention):
     return attention.sliding_window is not None
 
 
+def with_rope(attention):
+    return attention.config.position_embedding_type == "rope"
+
+
 # ------------------------------------------------------------------------------------------------ weights of norms
 
 

@@ -3,7 +3,7 @@
 from . import linear_options as linear
 from . import routing
 from . import tiny_sizes as sizes
-from .attention_options import in_windows, never, one_plus_weight
+from .attention_options import in_windows, never, one_plus_weight, with_rope
 from .records import (
     Attention,
     Block,
@@ -86,7 +86,7 @@ HYBRID_FAMILIES = {
     ),
     "granitemoehybrid": Family(
         block=Block("GraniteMoeHybridMoE", routing.softmax, router="router"),
-        attention=Attention("GraniteMoeHybridAttention"),
+        attention=Attention("GraniteMoeHybridAttention", rotates=with_rope),
         linear=Mamba2("GraniteMoeHybridMambaLayer"),
         layer=Layer(
             "GraniteMoeHybridDecoderLayer",
@@ -133,7 +133,7 @@ HYBRID_FAMILIES = {
         left={"Glm5NextTextAttention": INDEXED},
     ),
     "lfm2_moe": Family(
-        block=Block("Lfm2MoeSparseMoeBlock", routing.lfm2, reweigh=routing.lfm2_weights),
+        block=Block("Lfm2MoeSparseMoeBlock", routing.lfm2),
         attention=Attention("Lfm2MoeAttention", norms=("q_layernorm", "k_layernorm"), output="out_proj"),
         linear=ShortConv("Lfm2MoeShortConv"),
         layer=Layer(

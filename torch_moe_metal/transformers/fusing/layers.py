@@ -105,17 +105,15 @@ class FusedPreNormLayer(TapedLayer):
             return super().forward(hidden_states, *args, **kwargs)
         mixed = self.mixed(self.normed(record.norms[0], hidden_states), kwargs)
         factor = getattr(self, record.multiplier) if record.multiplier else 1.0
-        mixed = mixed if factor == 1 else mixed * factor
+        mixed = scaled(mixed, factor, norm)
         x, residual = ops.residual_norm(hidden_states, mixed, record.norm_weight(norm), eps=eps_of(norm))
         if isinstance(mlp, FusedMlp):
-            output = mlp(x)
-            return add(residual, output if factor == 1 else output * factor, norm)
+            return add(residual, scaled(mlp(x), factor, norm), norm)
         if factor != 1:
             routing, _ = parts
             routing["scaling_factor"] = routing.get("scaling_factor", 1.0) * factor
         if record.shared:
-            shared = inner[record.shared](x)
-            parts[1]["shared"] = shared if factor == 1 else shared * factor
+            parts[1]["shared"] = scaled(inner[record.shared](x), factor, norm)
         return mlp.moe(x, parts, residual)[0]
 
     def ready(self, x: Tensor, mlp: nn.Module | None, norm: nn.Module) -> tuple[dict, dict] | None:
@@ -233,7 +231,7 @@ class FusedGemma4Layer(TapedLayer):
         dense_norm, norm = inner["post_feedforward_layernorm_1"], inner["post_feedforward_layernorm_2"]
         return ops.weighted_sum_dual_norm_add(
             output.unsqueeze(-2),
-            ones(weights.shape[:-1], norm),
+            weights_of(1.0, weights.shape[:-1], norm),
             dense,
             member(dense_norm, "weight"),
             member(norm, "weight"),
@@ -266,12 +264,22 @@ class FusedGemma4Layer(TapedLayer):
         return self.experts_part(x, experts) if known else None
 
 
-def ones(sizes: torch.Size, norm: nn.Module) -> Tensor:
-    """Ones [..., 1] in float32. Those of few tokens are prepared, since a tape cannot make them."""
+def scaled(x: Tensor, factor: float, norm: nn.Module) -> Tensor:
+    """x * factor. For few tokens by an op of ours that a tape can replay."""
+    if factor == 1:
+        return x
+    if torch.compiler.is_compiling() or x.numel() > FEW_TOKENS * x.shape[-1]:
+        return x * factor
+    return ops.weighted_sum(x.unsqueeze(-2), weights_of(factor, x.shape[:-1], norm))
+
+
+def weights_of(value: float, sizes: torch.Size, norm: nn.Module) -> Tensor:
+    """This value [..., 1] in float32. For few tokens it is prepared, once for each norm, since a tape cannot make
+    it."""
     count = sizes.numel()
     if torch.compiler.is_compiling() or count > FEW_TOKENS:
-        return torch.ones(*sizes, 1, device=norm.weight.device)
-    found = prepared(norm, "weight", lambda weight: weight.new_ones(FEW_TOKENS, dtype=torch.float32))
+        return torch.full((*sizes, 1), value, device=norm.weight.device)
+    found = prepared(norm, "weight", lambda weight: weight.new_full((FEW_TOKENS,), value, dtype=torch.float32))
     return found[:count].view(*sizes, 1)
 
 

@@ -107,8 +107,6 @@ class FusedBlock(Fused):
         routing, arguments = parts
         record = self.record
         weights, ids = ops.gate(x, **routing)
-        if record.reweigh is not None:
-            weights = record.reweigh(self._modules[record.router], weights)
         if record.shared:
             arguments["shared"] = self._modules[record.shared](x)
         if record.shared_gate:

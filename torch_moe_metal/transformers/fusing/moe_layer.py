@@ -14,7 +14,7 @@ def layer_of(block: nn.Module) -> tuple[tuple, str | None]:
     original = original_class(block)
     fused = fused_class(original)
     is_block = fused is not None and issubclass(fused, FusedBlock)
-    if not is_block or issubclass(fused, FusedLlama4Block) or fused.record.reweigh is not None:
+    if not is_block or issubclass(fused, FusedLlama4Block):
         return (), f"no MoE layer of this form: {original.__name__}"
     obstacle = fused.why_left(block)
     if obstacle:

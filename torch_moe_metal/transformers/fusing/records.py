@@ -29,7 +29,6 @@ class Block(Record):
     shared: str | None = None  # the shared expert
     shared_gate: str | None = None  # the linear layer that computes the shared expert's gate
     returns: str = "output"  # or "output, weights" (gpt-oss)
-    reweigh: Callable[[nn.Module, Tensor], Tensor] | None = None  # what the router does with the weights of `gate`
 
 
 @dataclass(frozen=True)

@@ -82,15 +82,13 @@ def laguna(router, block):
 
 
 def lfm2(router, block):
-    """The k best sigmoids by score + bias, of all experts; `lfm2_weights` follows."""
-    bias = block.expert_bias if router.use_expert_bias else None
-    return unnormalized(router, block) | {"scoring": "sigmoid", "select_bias": bias}
-
-
-def lfm2_weights(router, weights):
-    if router.norm_topk_prob:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
-    return weights if router.routed_scaling_factor == 1 else weights * router.routed_scaling_factor
+    """The k best sigmoids by score + bias, of all experts."""
+    return softmax_optional(router, block) | {
+        "scoring": "sigmoid",
+        "select_bias": block.expert_bias if router.use_expert_bias else None,
+        "scaling_factor": router.routed_scaling_factor,
+        "sum_eps": 1e-6,
+    }
 
 
 def flint(router, block):

@@ -22,6 +22,7 @@ from ..versions import CACHE
 from .cache import Cache, Growing, Room
 from .linear_cache import GrowingLinearLayer
 from .members import prepared_results
+from .projections import FEW_TOKENS
 
 #: TORCH_MOE_METAL_TAPE=0 switches tapes off.
 ENABLED = os.environ.get("TORCH_MOE_METAL_TAPE", "1") != "0"
@@ -144,7 +145,9 @@ class LayerTape:
         finally:
             recorder.end(output)
         if refusal := recorder.refusal():
-            REFUSALS[layer], self.refused = refusal, True
+            self.refused = True
+            if len(inputs[0]) <= FEW_TOKENS:  # larger batches run on PyTorch's products
+                REFUSALS[layer] = refusal
         elif stored.room is room and guard.holds(layer):
             self.guard, self.others, self.room, self.replay = guard, others, room, recorder.replay
         return output
