@@ -13,9 +13,9 @@ struct Tuning {
   // Decode: with fewer simdgroups than this, the columns of a row are divided into more parts. 80 cores (the largest
   // M) times 32.
   int64_t target_simdgroups = 80 * 32;
-  // Experts: the most slots per expert, in percent, for decode. Decode reads the weights for each slot. Prefill reads
-  // them once for each selected expert, but sorts first and pads matrices to 8 slots. With as many slots as experts,
-  // random routing selects 63 % of the experts: decode reads 1.6 times the bytes, minus cache hits.
+  // Experts: the most slots per expert, in percent, for decode; 0: never decode. Decode reads the weights for each
+  // slot. Prefill reads them once for each selected expert, but sorts first and pads matrices to 8 slots. With as many
+  // slots as experts, random routing selects 63 % of the experts: decode reads 1.6 times the bytes, minus cache hits.
   int64_t decode_max_slots_percent = 100;
   // Experts, decode of more than one token: from how many slots per expert on, in percent, two slots of an expert are
   // multiplied together, with its weights loaded and unpacked once; 0: never. gate_up pairs any two slots of an expert;

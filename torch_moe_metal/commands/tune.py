@@ -24,6 +24,7 @@ import torch
 
 from .. import arguments, gpu_settings
 from ..gpu_settings import Settings
+from ..random_weights import FORMATS
 from ..reference import tolerance
 from .bench import dtype
 from .bench.block import Block, fitted
@@ -31,7 +32,6 @@ from .bench.calls import Call, RandomTensors, inputs
 from .bench.device_bench import in_turn
 from .bench.measure import machine, rounds_each
 from .bench.model_sizes import DEFAULT, MODELS, Model, of_config
-from .bench.random_weights import FORMATS
 from .common.cli import CannotRun
 from .common.devices import check_device, free_memory
 from .comparison import Comparison, compare
