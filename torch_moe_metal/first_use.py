@@ -113,7 +113,7 @@ class FirstUse:
         use_matrix_units()
         known = len(self.verdict.right) + len(self.verdict.errors)
         while True:  # each time a kernel is replaced, others may be needed
-            wanted = kernels_of(calls)
+            wanted = with_dequantize(kernels_of(calls))
             self.find_errors(wanted)
             wrong = [kernel for kernel in wanted if kernel.key in self.verdict.errors and self.steps.get(kernel, 0) < 3]
             if not wrong:
@@ -189,6 +189,12 @@ class FirstUse:
 
 
 _reported: set[str] = set()
+
+
+def with_dequantize(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Also the kernels by which PyTorch's ops read the packed weights of these."""
+    packed = {(kernel.format, kernel.dtypes) for kernel in kernels if kernel.format != "dense"}
+    return [*dict.fromkeys([*kernels, *(Kernel("dequantize", *each, "256") for each in packed)])]
 
 
 def op_of(kernel: Kernel) -> str:

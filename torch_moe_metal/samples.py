@@ -86,7 +86,7 @@ def at_second_byte(tensor: Tensor) -> Tensor:
 
 
 TALL = {"B": 1, "A": 4, "J": 1, "S": 700}  # enough keys for several parts
-LONG = {"H": 520}  # several simdgroups divide a row
+LONG = {"H": 544}  # several simdgroups divide a row
 SINGLE = {"gate_up_pairs_percent": 0, "down_pairs_percent": 0}
 UNITS = {"tensor_ops": 1}
 ONE_PART = {"attention_keys": 1 << 30}

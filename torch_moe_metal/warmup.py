@@ -62,6 +62,8 @@ def warm_up(model: nn.Module, wait: bool = False) -> None:
     does not compile raises when an op needs it, not here. An op that needs a kernel which is not ready waits for that
     kernel only.
     """
+    from . import first_use
+
     calls = deque(new_calls(model, _known))
     _threads[:] = [thread for thread in _threads if thread.is_alive()]
     for _ in range(min(THREADS, len(calls))):
@@ -69,6 +71,7 @@ def warm_up(model: nn.Module, wait: bool = False) -> None:
         _threads[-1].start()
     if wait:
         wait_for_all()
+    first_use.check(model)
 
 
 def wait_for_all() -> None:

@@ -355,8 +355,10 @@ def tune(options: Namespace, models: dict[tuple[str, str], Model]) -> int:
         print(json.dumps(about(options, models) | asdict(result), indent=1))
     else:
         print(table(result))
+    # Otherwise the check at first use turns the matrix units on.
+    tried = {name: defaults[name] for name in gpu_settings.PER_MACOS if name in options.settings}
     try:
-        log(f"Saved for {gpu_settings.gpu()} and torch {torch.__version__} in {gpu_settings.save(result.kept)}")
+        log(f"Saved for {gpu_settings.gpu()} and torch {torch.__version__} in {gpu_settings.save(tried | result.kept)}")
     except OSError as reason:
         print(f"tune: not saved: {reason}", file=sys.stderr)
         return 1
