@@ -73,31 +73,31 @@ def check(model: nn.Module) -> None:
     try:
         calls = [*new_calls(model, _checked, (*TOKENS, *MORE_TOKENS))]
     except Exception as error:
-        could_not_run(error)
+        warnings.warn(f"torch_moe_metal: {could_not_run(error)}", stacklevel=3)
         return
     if calls:  # in a thread of its own, without the caller's modes: autocast, inference, default device and others
-        thread = threading.Thread(target=checked_calls, args=(calls,), name="torch_moe_metal.first_use")
+        messages: list[str] = []
+        thread = threading.Thread(target=check_calls, args=(calls, messages), name="torch_moe_metal.first_use")
         thread.start()
         thread.join()
+        for message in messages:
+            warnings.warn(f"torch_moe_metal: {message}", stacklevel=3)
 
 
-def checked_calls(calls: Sequence[Callable[[], object]]) -> None:
+def check_calls(calls: Sequence[Callable[[], object]], messages: list[str]) -> None:
+    """Check the kernels of these calls on meta tensors. Warnings are added to the messages."""
     global _verdict
     with _lock, torch.no_grad():
         try:
             _verdict = _verdict or verdicts.load()
-            FirstUse(_verdict).check(calls)
+            messages += FirstUse(_verdict).check(calls)
         except Exception as error:
-            could_not_run(error)
+            messages.append(could_not_run(error))
 
 
-def could_not_run(error: Exception) -> None:
+def could_not_run(error: Exception) -> str:
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    warn(f"the check of the GPU's kernels could not run, so nothing is known about them: {why}")
-
-
-def warn(message: str) -> None:
-    warnings.warn(f"torch_moe_metal: {message}", stacklevel=2)
+    return f"the check of the GPU's kernels could not run, so nothing is known about them: {why}"
 
 
 class FirstUse:
@@ -108,7 +108,8 @@ class FirstUse:
         self.steps: dict[Kernel, int] = {}  # how many of its ways round were tried
         self.news: list[str] = []  # what is wrong, for the warning
 
-    def check(self, calls: Sequence[Callable[[], object]]) -> None:
+    def check(self, calls: Sequence[Callable[[], object]]) -> list[str]:
+        """-> what to warn about"""
         self.check_torch()
         use_matrix_units()
         known = len(self.verdict.right) + len(self.verdict.errors)
@@ -124,7 +125,7 @@ class FirstUse:
             self.news.append(f"not checked: {', '.join(unknown)}")
         if len(self.verdict.right) + len(self.verdict.errors) > known:
             verdicts.save(self.verdict)
-        self.report()
+        return self.report()
 
     def find_errors(self, kernels: Sequence[Kernel]) -> None:
         """Give a verdict on each of these kernels that has none."""
@@ -177,15 +178,16 @@ class FirstUse:
                 if check is torch_checks.attention:
                     refused.refuse(refused.SDPA)
 
-    def report(self) -> None:
-        new = [line for line in self.news if line not in _reported]
+    def report(self) -> list[str]:
+        new = [line for line in dict.fromkeys(self.news) if line not in _reported]
         _reported.update(new)
-        if new:
-            system = f"{gpu_settings.gpu()}, macOS {macos.version()} ({macos.build()}), torch {torch.__version__}"
-            warn(
-                f"wrong on {system}: {'; '.join(new)}. Models use another way where there is one, which may be slower. "
-                "Please report it with the output of `python -m torch_moe_metal doctor`"
-            )
+        if not new:
+            return []
+        system = f"{gpu_settings.gpu()}, macOS {macos.version()} ({macos.build()}), torch {torch.__version__}"
+        return [
+            f"wrong on {system}: {'; '.join(new)}. Models use another way where there is one, which may be slower. "
+            "Please report it with the output of `python -m torch_moe_metal doctor`"
+        ]
 
 
 _reported: set[str] = set()

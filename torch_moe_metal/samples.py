@@ -87,6 +87,8 @@ def at_second_byte(tensor: Tensor) -> Tensor:
 
 TALL = {"B": 1, "A": 4, "J": 1, "S": 700}  # enough keys for several parts
 LONG = {"H": 544}  # several simdgroups divide a row
+TILES = {"N": 72}  # more than one of them, with tails
+TILES16 = {"tile32_min_rows": 64, "tile64_min_rows": 64}
 SINGLE = {"gate_up_pairs_percent": 0, "down_pairs_percent": 0}
 UNITS = {"tensor_ops": 1}
 ONE_PART = {"attention_keys": 1 << 30}
@@ -139,12 +141,12 @@ SAMPLES = (
     linear("rows", 1, odd=True),
     linear("rows2_wide", 2, LONG),
     linear("rows4_wide", 7, LONG),
-    linear("tiles16_wide", 10),
-    linear("tiles16", 10, odd=True),
-    linear("tiles32_wide", 20),
-    linear("tiles32", 20, odd=True),
-    linear("tiles64_wide", 50),
-    linear("tiles64", 50, odd=True),
+    linear("tiles16_wide", 20, TILES, settings=TILES16),
+    linear("tiles16", 20, TILES, odd=True, settings=TILES16),
+    linear("tiles32_wide", 40, TILES),
+    linear("tiles32", 40, TILES, odd=True),
+    linear("tiles64_wide", 70, TILES),
+    linear("tiles64", 70, TILES, odd=True),
     Sample("dequantize", 5, functions=("dequantize",)),
     *units(16, 20, 8), *units(32, 50, 8), *units(64, 50, 3),
     Sample("gate", 5, functions=("gate",)),

@@ -158,7 +158,9 @@ def warm_up_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> Non
     value_width = getattr(module, "v_head_dim", width)
     for keys in (few, LONG_CONTEXT):
         sizes = (heads * groups, few, width), (heads, keys, width), (heads, keys, value_width)
-        states = (torch.empty(1, *size, dtype=dtype, device="meta") for size in sizes)
+        states = [torch.empty(1, *size, dtype=dtype, device="meta") for size in sizes]
+        if is_refused("attention", states[0]):
+            return
         torch.ops.moe_metal.attention(*states, sinks=getattr(module, "sinks", None), causal=keys == few)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...packed_layers import Linear, dequantized
+from ...refused import refuses_fusion
 from ..versions import CACHE, take_cache, updated, updated_if_paged
 from .attention import (
     FEW_QUERIES,
@@ -201,7 +202,8 @@ class FusedAttention(FusedProjections):
             for heads in (of_keys * self.num_key_value_groups, of_keys)
         )
         cos = torch.empty(1, tokens, self.head_dim // 2, dtype=dtype, device="meta")
-        self.rope(q, k, (cos, cos) if self.record.rotates(self) else None, self.parts(self.record.norms))
+        if not refuses_fusion(q):
+            self.rope(q, k, (cos, cos) if self.record.rotates(self) else None, self.parts(self.record.norms))
         warm_up_attention(self, tokens, dtype)
 
 
@@ -289,7 +291,8 @@ class FusedLatentAttention(FusedProjections):
                 (self.kv_lora_rank,),
             )
         )
-        if self.record.rotates(self):
-            self.rope(q, k, cos, cos)
-        rms_norm(latent, self._modules["kv_a_layernorm"])
+        if not refuses_fusion(q):
+            if self.record.rotates(self):
+                self.rope(q, k, cos, cos)
+            rms_norm(latent, self._modules["kv_a_layernorm"])
         warm_up_attention(self, tokens, dtype)
