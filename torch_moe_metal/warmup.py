@@ -59,7 +59,8 @@ def warm_up(model: nn.Module, wait: bool = False) -> None:
     Without it a kernel is compiled at its first launch, and the first calls wait about 0.1 s for each kind of kernel.
     `patch` and `nn.MoE` warm up automatically if the model is on mps or is moved there; MOE_METAL_WARM_UP=0 disables
     this. A model with `experts_implementation="moe_metal"` and without `patch` needs an explicit call. A kernel that
-    does not compile raises when an op needs it, not here. An op that needs a kernel which is not ready waits for that
+    does not compile raises when an op needs it, not here. Kernels without a verdict for this GPU and macOS are also
+    checked, which waits for them (first_use.py). An op that needs a kernel which is not ready waits for that
     kernel only.
     """
     from . import first_use

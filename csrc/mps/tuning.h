@@ -39,8 +39,8 @@ struct Tuning {
   // in `experts` and `linear`, for dense and packed weights; 0: never. The matrix units are those of M5 and newer; M1
   // to M4 have none. Gate and up, the inner activations, each expert's result and packed weights are then rounded to 16
   // bits, and may overflow in float16. They need macOS 26.3 and aligned rows of weights (dense: with contiguous
-  // columns; packed: of a multiple of 64 columns). Off until `tune` finds them correct and faster: they have not been
-  // measured.
+  // columns; packed: of a multiple of 64 columns). They have not been measured. On M5 the check at first use turns them
+  // on (first_use.py), unless `tune` has chosen a value.
   int64_t tensor_ops = 0;
   // Gate, many tokens: with fewer tiles than this, groups of four tokens by four experts are used, which are more
   // threadgroups. Tiles read the least, but a tile is much work for one threadgroup: they pay off once each of 80 cores
