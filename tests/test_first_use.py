@@ -279,7 +279,7 @@ FAULTS = {
     ),
     "tiles32": (r"rows\[j\] = token + j;", "rows[j] = (TileRows == 32 ? 0 : token) + j;"),
     "tiles": (r"rows\[j\] = token + j;", "rows[j] = token;"),
-    "down": (r"params\.H + h\] = T(total + shared", "params.H + h] = T(2 * total + shared"),
+    "down": (r"output\[ulong(token) \* params\.H + h\] = T(", "output[ulong(token) * params.H + h] = T(total + "),
     "pairs": (r"{group\.x / params\.K, pair\.second / params\.K}", "{group.x / params.K, group.x / params.K}"),
     "combine": (r"sum += loaded\[n\] \* its_factor", "sum += loaded[0] * its_factor"),
     "attention": (r"attended\.total += scores\.at\[n\]", "attended.total += 2 * scores.at[n]"),
@@ -290,7 +290,7 @@ FAULTS = {
 PLANTED = {
     "other_kernels": ("several tiles32 pairs combine", "qwen3_moe", "", "linear_rows4_wide linear_tiles32_wide "
                       "experts_gate_up_rows2_wide attention_combine", set()),
-    "pytorch": ("attention rope down", "gpt_oss", "", "attention_64_wide rope experts_down", {"attention", "rope"}),
+    "pytorch": ("attention rope down", "gpt_oss", "", "attention rope experts_down", {"attention", "rope"}),
     "packed": ("several rows tiles", "qwen3_moe", "mxfp4", "linear_rows_wide_mxfp4", {"linear"}),
 }  # fmt: skip
 

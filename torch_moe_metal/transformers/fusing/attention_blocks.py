@@ -80,6 +80,12 @@ class FusedProjections(JoinedProjections):
         projection = self._modules[record.output]
         return (product(output, projection) if self.are_unmodified(projection) else projection(output)), weights
 
+    def warm_up_products(self, tokens: int, dtype: torch.dtype) -> None:
+        """On meta no projections are joined; a joined product has the kernel of each of them."""
+        for layer in self.parts((*self.joined, self.record.output)):
+            if self.are_unmodified(layer):
+                product(torch.empty(1, tokens, layer.in_features, dtype=dtype, device="meta"), layer)
+
     def room(self, x: Tensor, cache: Cache | None, mask: Tensor | None, kwargs: dict) -> Room | None:
         """The room of the cache that `over_room` can use for this token, or None."""
         return None
@@ -204,6 +210,7 @@ class FusedAttention(FusedProjections):
         cos = torch.empty(1, tokens, self.head_dim // 2, dtype=dtype, device="meta")
         if not refuses_fusion(q):
             self.rope(q, k, (cos, cos) if self.record.rotates(self) else None, self.parts(self.record.norms))
+        self.warm_up_products(tokens, dtype)
         warm_up_attention(self, tokens, dtype)
 
 
@@ -295,4 +302,5 @@ class FusedLatentAttention(FusedProjections):
             if self.record.rotates(self):
                 self.rope(q, k, cos, cos)
             rms_norm(latent, self._modules["kv_a_layernorm"])
+        self.warm_up_products(tokens, dtype)
         warm_up_attention(self, tokens, dtype)
