@@ -288,7 +288,7 @@ FAULTS = {
 }
 #: Faults, the family and format of a model with them, kernels that the warning names, and what PyTorch computes.
 PLANTED = {
-    "other_kernels": ("several tiles32 pairs combine", "qwen3_moe", "", "linear_rows4_wide linear_tiles32_wide "
+    "other_kernels": ("several tiles32 pairs combine", "qwen3_moe", "mxfp4", "linear_rows4_wide linear_tiles32_wide "
                       "experts_gate_up_rows2_wide attention_combine", set()),
     "pytorch": ("attention rope down", "gpt_oss", "", "attention rope experts_down", {"attention", "rope"}),
     "packed": ("several rows tiles", "qwen3_moe", "mxfp4", "linear_rows_wide_mxfp4", {"linear"}),
