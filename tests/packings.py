@@ -2,8 +2,8 @@
 
 from gguf import GGMLQuantizationType
 
-from torch_moe_metal.commands.bench.random_weights import FORMATS, Packing
 from torch_moe_metal.formats import BITS
+from torch_moe_metal.random_weights import FORMATS, Packing
 
 __all__ = ["AFFINE", "FP8", "MXFP4", "PACKINGS", "Packing", "gguf_type"]
 

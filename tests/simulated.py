@@ -22,9 +22,10 @@ PROJECT = metal_sim.Project(
 def load() -> None:
     """Load the mps device, and this project's mps kernels on it. Further calls do nothing.
 
-    Kernels are compiled only when they are launched, because each takes clang seconds, unless a test needs
-    otherwise."""
+    Kernels are compiled only when they are launched, because each takes clang seconds, and are not checked at first
+    use, unless a test needs otherwise."""
     os.environ.setdefault("MOE_METAL_WARM_UP", "0")
+    os.environ.setdefault("TORCH_MOE_METAL_CHECK", "0")
     metal_sim.load(PROJECT)
 
 

@@ -14,14 +14,14 @@ import torch
 import torch_moe_metal
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
-from torch_moe_metal import reference
+from torch_moe_metal import reference, torch_checks
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES
 from torch_moe_metal.commands import demo, doctor
 from torch_moe_metal.commands.bench import block, samples, whole_model
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS
 from torch_moe_metal.commands.bench.samples import Sample
 from torch_moe_metal.commands.command_line import main
-from torch_moe_metal.commands.common import devices, torch_checks
+from torch_moe_metal.commands.common import devices
 from torch_moe_metal.transformers_support import why_unsupported
 
 PACKAGE = Path(torch_moe_metal.__file__).parent

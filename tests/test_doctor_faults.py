@@ -8,8 +8,8 @@ from torch import Tensor
 
 from conftest import DEVICES, SIMULATED
 from simulated import lines_of
-from torch_moe_metal.commands.common import torch_checks
-from torch_moe_metal.commands.common.torch_checks import wrong_operations
+from torch_moe_metal import torch_checks
+from torch_moe_metal.torch_checks import wrong_operations
 
 # Of the shaders as C++: a part of a kernel, and what it becomes.
 FAULTS = {
@@ -53,6 +53,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     F = torch.nn.functional
     linear, attention, copy, topk = F.linear, F.scaled_dot_product_attention, Tensor.copy_, Tensor.topk
     draw, argmax, matmul, calls = Tensor.exponential_, Tensor.argmax, Tensor.__matmul__, []
+    place = torch.tensor([7])
 
     def no_longer_equal(*args: Tensor) -> Tensor:
         calls.append(args)
@@ -61,7 +62,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     faults = {
         "bias": (F, "linear", lambda x, weight, bias=None: linear(x, weight)),
         "twice": (F, "linear", no_longer_equal),
-        "exponential_": (Tensor, "exponential_", lambda self: draw(self).index_fill_(0, torch.tensor([7]), -0.0)),
+        "exponential_": (Tensor, "exponential_", lambda self, **o: draw(self, **o).index_fill_(0, place, -0.0)),
         "queries": (F, "scaled_dot_product_attention", lambda *args, is_causal=False, **o: attention(*args, **o)),
         "product": (Tensor, "__matmul__", lambda a, b: matmul(a, b) + (b.shape[-2] == torch_checks.LONG)),
         "copy_": (Tensor, "copy_", lambda self, source: copy(self, source[:, :, :1].expand_as(source))),

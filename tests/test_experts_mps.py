@@ -14,7 +14,7 @@ from checks import assert_matches
 from conftest import SIMULATED
 from packings import AFFINE, FP8, MXFP4, PACKINGS, Packing
 from torch_moe_metal import gpu_settings, quantize, reference
-from torch_moe_metal.commands.bench.random_weights import FORMATS
+from torch_moe_metal.random_weights import FORMATS
 
 recorded = pytest.mark.skipif(not SIMULATED, reason="the simulated Metal records dispatches; a Mac's own does not")
 

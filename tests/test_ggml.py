@@ -15,9 +15,9 @@ from cases import BFLOAT, FLOAT, HALF
 from checks import assert_matches, relative, same_bits
 from packings import gguf_type
 from torch_moe_metal import formats, ggml, nn, quantize, reference
-from torch_moe_metal.commands.bench.random_weights import FORMATS as PACKINGS
 from torch_moe_metal.nn import MoE
 from torch_moe_metal.packed_layers import linear_with_grad, slots_with_grad
+from torch_moe_metal.random_weights import FORMATS as PACKINGS
 
 ops = torch.ops.moe_metal
 BLOCKS = [name for name, row in formats.FORMATS.items() if row.has_own_scales]

@@ -21,7 +21,7 @@ import test_ops
 import test_tensor_ops as units_suite
 from conftest import DEVICES, SIMULATED
 from packings import AFFINE, FP8, MXFP4
-from torch_moe_metal.commands.bench.random_weights import FORMATS
+from torch_moe_metal.random_weights import FORMATS
 
 only_simulated = pytest.mark.skipif(
     not SIMULATED or "mps" not in DEVICES, reason="only the simulated Metal runs shaders that are not the project's"

@@ -18,7 +18,7 @@ from packings import AFFINE, FP8, MXFP4, Packing
 from simulated import lines_of
 from test_experts_mps import in_float64, kernels_of, packed_linear
 from torch_moe_metal import gpu_settings
-from torch_moe_metal.commands.bench.random_weights import FORMATS
+from torch_moe_metal.random_weights import FORMATS
 from torch_moe_metal.warmup import MPS
 
 pytestmark = [

@@ -52,7 +52,7 @@ def _check(op: str, args: tuple, kwargs: dict) -> None:
 def fake(specification: Callable) -> Callable:
     """A fake function: it makes the checks of the op, so that bad arguments raise while the user's code is traced,
     and returns the outputs of the specification. In a warm-up call the MPS kernel runs instead, which makes the same
-    checks and compiles."""
+    checks, compiles, and allocates the outputs on meta."""
     name = specification.__name__
     shapes = getattr(specification, "shapes", specification)  # a specification that loops over tokens is too slow
     names = tuple(inspect.signature(specification).parameters)
@@ -60,11 +60,10 @@ def fake(specification: Callable) -> Callable:
     @functools.wraps(specification)
     def function(*args, **kwargs):
         if is_warmup():
-            getattr(torch.ops.moe_metal, name).default.redispatch(MPS, *args, **kwargs)
-        else:
-            _check_devices(name, dict(zip(names, args, strict=False)) | kwargs)
-            with unset_fake_temporarily():
-                _check(name, args, kwargs)
+            return getattr(torch.ops.moe_metal, name).default.redispatch(MPS, *args, **kwargs)
+        _check_devices(name, dict(zip(names, args, strict=False)) | kwargs)
+        with unset_fake_temporarily():
+            _check(name, args, kwargs)
         return shapes(*args, **kwargs)
 
     return function

@@ -101,13 +101,19 @@ def load() -> None:
 
 
 def save(settings: Settings) -> Path:
-    """Save these for this GPU, torch and macOS. Other processes read either the old file or the new one."""
+    """Save these for this GPU, torch and macOS."""
     everything = saved_or_empty()
     of_gpu = everything.setdefault(gpu(), {})
     of_gpu[torch.__version__] = {name: value for name, value in settings.items() if name not in PER_MACOS}
     per_macos = {name: value for name, value in settings.items() if name in PER_MACOS}
     of_gpu.pop(torch_and_macos(), None)
     return write(everything | {gpu(): of_gpu | ({torch_and_macos(): per_macos} if per_macos else {})})
+
+
+def is_saved(name: str) -> bool:
+    """Whether `tune` has saved a value of this setting for this GPU, torch and macOS."""
+    of_gpu = saved_or_empty().get(gpu(), {})
+    return any(name in of_gpu.get(key, {}) for key in (torch.__version__, torch_and_macos()))
 
 
 def forget() -> bool:
@@ -131,8 +137,13 @@ def write(everything: dict[str, dict[str, Settings]]) -> Path:
     file = path()
     if file is None:
         raise OSError("MOE_METAL_TUNING is empty, so there is no file for the settings")
+    write_json(file, everything)
+    return file
+
+
+def write_json(file: Path, content: object) -> None:
+    """Other processes read either the old file or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{os.getpid()}")
-    new.write_text(json.dumps(everything, indent=1) + "\n")
+    new.write_text(json.dumps(content, indent=1) + "\n")
     new.replace(file)
-    return file

@@ -1,6 +1,7 @@
 """This Mac: the version of macOS, and whether the installed torch computes correctly on its GPU. Tools import this file
 before the package is built, so it imports nothing from the package."""
 
+import ctypes
 import platform
 import sys
 
@@ -21,6 +22,15 @@ def version() -> str:
     darwin, minor, *_ = platform.release().split(".")
     major = int(darwin) - 9 if int(darwin) < 25 else 26 if darwin == "25" else int(darwin)
     return f"{major}.{minor}"
+
+
+def build() -> str:
+    """For example 25F71; empty on other systems. Apple's compiler changes with builds."""
+    if platform.system() != "Darwin":
+        return ""
+    name, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
+    ctypes.CDLL(None).sysctlbyname(b"kern.osversion", name, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return name.value.decode()
 
 
 def why_torch_is_too_old() -> str | None:

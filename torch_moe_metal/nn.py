@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from . import reference
 from .all_or_nothing import all_or_nothing
 from .arguments import format_of, scale_names
+from .first_use import weights_arrived
 from .formats import FORMATS
 from .grad import autocasts, wants_grad
 from .packed_layers import Embedding, Linear, Packed, slots_with_grad
 from .packing import check, quantize
-from .warmup import warm_up_best_effort
+from .refused import is_refused
 
 __all__ = ["Embedding", "Linear", "MoE"]
 
@@ -55,7 +56,7 @@ class SharedExpert(nn.Module):
         self.down = matrix(hidden_size, inner_size, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        glu = reference.glu if wants_grad(self, x) else ops.glu
+        glu = reference.glu if wants_grad(self, x) or is_refused("glu", x) else ops.glu
         return F.linear(glu(*F.linear(x, self.gate_up).chunk(2, -1), **self.activation), self.down)
 
 
@@ -152,7 +153,7 @@ class MoE(Packed):
                 self.hold(name, parts)
                 settings |= dict.fromkeys(parts)
             self._arguments = [self._arguments[0], settings]
-        warm_up_best_effort(self)
+        weights_arrived(self)
         return self
 
     @property
@@ -168,7 +169,7 @@ class MoE(Packed):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        warm_up_best_effort(self)
+        weights_arrived(self)
         return self
 
     def _take(self, router: dict, experts: dict, shared: nn.Module | None, shared_gate: nn.Module | None) -> None:
@@ -188,7 +189,7 @@ class MoE(Packed):
             {name: None if isinstance(value, Tensor) else value for name, value in part.items()}
             for part in (router, experts)
         ]
-        warm_up_best_effort(self)
+        weights_arrived(self)
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         self(torch.empty(tokens, self.router_weight.shape[1], dtype=dtype, device="meta"))
@@ -203,7 +204,8 @@ class MoE(Packed):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., H], residual [..., H] -> [..., H]"""
         router, experts = self._router_and_experts()
-        grad, autocast = wants_grad(self, x, residual), autocasts(x)
+        by_torch = is_refused("gate", x) or is_refused("experts", x)
+        grad, autocast = wants_grad(self, x, residual) or by_torch, autocasts(x)
         if autocast and not grad:
             return self.without_autocast(x, residual)
         shared = None if self.shared is None else self.shared(x)

@@ -14,6 +14,7 @@ from .arguments import DTYPES, format_of, scale_names
 from .formats import FORMATS
 from .grad import autocasts, wants_grad
 from .packing import quantize
+from .refused import is_refused
 
 ops = torch.ops.moe_metal
 PARTS = ("data", "scale", "offset")  # the tensors of a packed weight
@@ -135,7 +136,7 @@ class Linear(PackedLayer, nn.Linear):
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401 - the latter is slow
         if bias is not None and bias.dtype not in (x.dtype, torch.float32):
             bias = as_autocast(bias)
-        if wants_grad(self, x):
+        if wants_grad(self, x) or is_refused("linear", x):
             return linear_with_grad(x, *self.parts("weight"), bias, self.format)
         return ops.linear(x, *self.parts("weight"), bias, format=self.format)
 

@@ -37,6 +37,17 @@ _known_lock = threading.Lock()
 _threads: list[threading.Thread] = []
 
 
+@contextlib.contextmanager
+def as_warmup() -> Iterator[None]:
+    """Calls of this thread on meta tensors are warm-up calls."""
+    _local.is_warmup = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _local.is_warmup = False
+
+
 def is_warmup() -> bool:
     """Whether this thread is making a warm-up call."""
     return _local.is_warmup
@@ -48,16 +59,20 @@ def warm_up(model: nn.Module, wait: bool = False) -> None:
     Without it a kernel is compiled at its first launch, and the first calls wait about 0.1 s for each kind of kernel.
     `patch` and `nn.MoE` warm up automatically if the model is on mps or is moved there; MOE_METAL_WARM_UP=0 disables
     this. A model with `experts_implementation="moe_metal"` and without `patch` needs an explicit call. A kernel that
-    does not compile raises when an op needs it, not here. An op that needs a kernel which is not ready waits for that
+    does not compile raises when an op needs it, not here. Kernels without a verdict for this GPU and macOS are also
+    checked, which waits for them (first_use.py). An op that needs a kernel which is not ready waits for that
     kernel only.
     """
-    calls = deque(new_calls(model))
+    from . import first_use
+
+    calls = deque(new_calls(model, _known))
     _threads[:] = [thread for thread in _threads if thread.is_alive()]
     for _ in range(min(THREADS, len(calls))):
         _threads.append(threading.Thread(target=work, args=(calls,), name="torch_moe_metal.warm_up"))
         _threads[-1].start()
     if wait:
         wait_for_all()
+    first_use.check(model)
 
 
 def wait_for_all() -> None:
@@ -73,16 +88,16 @@ def warm_up_best_effort(model: nn.Module) -> None:
             warm_up(model)
 
 
-def new_calls(model: nn.Module) -> Iterator[Callable[[], object]]:
-    """The warm-up calls of the model's parts on mps, without parts that equal an earlier one."""
+def new_calls(model: nn.Module, known: set[tuple], counts: tuple[int, ...] = TOKENS) -> Iterator[Callable[[], object]]:
+    """The warm-up calls of the model's parts on mps, without parts that equal one that is known. Then they are."""
     parts = {signature(part): part for part in parts_of(model) if on_mps(part)}
     # Activations have the dtype of the first weight that is not packed.
     held = (tensor.dtype for name, tensor in tensors(model) if "scale" not in name)
     dtype = next((dtype for dtype in held if dtype in DTYPES), None)
     with _known_lock:
-        new = [meta_copy(part) for key, part in parts.items() if (key, dtype) not in _known]
-        _known.update((key, dtype) for key in parts)
-    for tokens in TOKENS:
+        new = [meta_copy(part) for key, part in parts.items() if (key, dtype) not in known]
+        known.update((key, dtype) for key in parts)
+    for tokens in counts:
         for part in new:
             yield lambda part=part, tokens=tokens: warmup_call(part, tokens, dtype)
 
@@ -126,8 +141,7 @@ def work(calls: deque[Callable[[], object]]) -> None:
     """Make all calls, or stop early when the main thread ends, because Python waits for this thread at exit.
 
     Errors are ignored: the real call will raise them."""
-    _local.is_warmup = True
-    with torch.no_grad():
+    with as_warmup():
         while threading.main_thread().is_alive():
             try:
                 call = calls.popleft()

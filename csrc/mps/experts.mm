@@ -188,7 +188,10 @@ Kernels combine_sorted_kernels("experts_slots", "experts_combine_sorted", kRowTh
 
 bool has_tensor_products(const Experts& call, const ExpertsParams& params) {
   const int size = size_of_tiles(call);
-  return params.wide_x && has_tensor_product(call.x, call.gate_up, size) && has_tensor_product(call.x, call.down, size);
+  const at::ScalarType dtype = call.x.scalar_type();
+  return params.wide_x && has_tensor_product(call.x, call.gate_up, size) &&
+         has_tensor_product(call.x, call.down, size) && !gather_kernel.is_refused &&
+         !activate_kernels[dtype].is_refused && !combine_sorted_kernels[dtype].is_refused;
 }
 
 // Scratch memory: 2 * T * K * (2H + 3I + 4) bytes, and the list of tiles.
@@ -231,13 +234,14 @@ Experts for_tokens(const Experts& call, int64_t first, int64_t count) {
 
 }  // namespace
 
-// Decode reads the weights for each slot: it is for few slots per expert, and always for up to 16 slots. Prefill sorts
-// the slots and reads the weights once for each expert: on the matrix units if `tune` has found that faster and they
-// can read these weights, else in tiles. A long prompt takes several dispatches, since macOS kills a dispatch of
-// seconds.
+// Decode reads the weights for each slot: it is for few slots per expert, and for up to 16 slots unless the setting
+// is 0. Prefill sorts the slots and reads the weights once for each expert: on the matrix units if the setting says so
+// and they can read these weights, else in tiles. A long prompt takes several dispatches, since macOS kills a dispatch
+// of seconds.
 void mps::run_experts(const Experts& call) {
   const int64_t slots = call.T * call.K;
-  if (slots <= std::max<int64_t>(call.E * tuning().decode_max_slots_percent / 100, 16)) return decode(call);
+  const int64_t percent = tuning().decode_max_slots_percent;
+  if (percent > 0 && slots <= std::max<int64_t>(call.E * percent / 100, 16)) return decode(call);
   const int64_t count = tokens_at_once(call.T, 4.0 * call.K * call.H * call.I);
   for (int64_t first = 0; first < call.T; first += count) {
     const Experts part = for_tokens(call, first, std::min(count, call.T - first));

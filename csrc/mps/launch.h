@@ -46,7 +46,7 @@ struct Kernel {
   const int max_threads;   // per threadgroup; with fewer threads each may use more registers
   const char* const part;  // of its file, see `in_part` in common.h; empty: a library contains the whole file
   std::atomic<const Pipeline*> pipeline = nullptr;
-  std::atomic<bool> is_refused = false;  // compiles() has failed
+  std::atomic<bool> is_refused = false;  // it does not compile, or was wrong when it was checked (first_use.py)
   Kernel* const previous;                // all kernels form a list, newest first
   static inline Kernel* newest = nullptr;
 };
@@ -152,7 +152,8 @@ void together(c10::function_ref<void()> all);
 // Whether this macOS supports shaders/tensor_ops.metal, which uses matmul2d of Metal Performance Primitives.
 bool has_tensor_ops();
 
-// Whether this kernel compiles, which is tried once. For kernels with a fallback: errors are ignored.
+// Whether this kernel compiles, which is tried once, and is not refused. For kernels with a fallback: errors are
+// ignored.
 bool compiles(Kernel& kernel);
 
 // ---------------------------------------------------------------------------------------------- params and grids

@@ -125,11 +125,10 @@ Failure& failure() {
 }
 
 // Called on one of Metal's threads.
-void note_failure(NSError* error, int64_t dispatches, const Pipeline* last) {
+void note_failure(NSError* error, const std::string& when) {
   std::lock_guard lock(failure().mutex);
   if (failure().is_there) return;
-  failure().what = "after " + std::to_string(dispatches) + " of our kernels, the last of which was " +
-                   [last->name UTF8String] + ": " + reason(error);
+  failure().what = when + ": " + reason(error);
   failure().is_there = true;
 }
 
@@ -158,7 +157,9 @@ void commit_in_time(at::mps::MPSStream* stream, const Grid& encoded, const Pipel
   if (keeps_command_buffers()) return;
   const int64_t dispatches = work.dispatches;
   [stream->commandBuffer() addCompletedHandler:^(id<MTLCommandBuffer> done) {
-    if ([done status] == MTLCommandBufferStatusError) note_failure([done error], dispatches, pipeline);
+    if ([done status] != MTLCommandBufferStatusError) return;
+    note_failure([done error], "after " + std::to_string(dispatches) + " of our kernels, the last of which was " +
+                                   [pipeline->name UTF8String]);
   }];
   stream->synchronize(at::mps::SyncType::COMMIT);
   work = {};
@@ -180,11 +181,15 @@ void launch(std::initializer_list<Dispatch> dispatches) {
   bool any = false;
   for (const Dispatch& dispatch : dispatches) {
     if (dispatch.grid.empty()) continue;
-    if (!is_warmup) check_tensors(dispatch);
+    if (is_warmup) {
+      prepare(stream, dispatch.kernel);
+      continue;
+    }
+    check_tensors(dispatch);
     pipeline_of(stream, dispatch.kernel);
     any = true;
   }
-  if (!any || is_warmup) return;
+  if (!any) return;
   if (collected) {
     for (const Dispatch& dispatch : dispatches) {
       if (!dispatch.grid.empty()) collected->add(dispatch);
@@ -237,4 +242,24 @@ void mps::together(c10::function_ref<void()> all) {
   of_thread.clear();
 }
 
+namespace {
+
+// Watches the current command buffer, which has a check of the kernels.
+void watch() {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+    [stream->commandBuffer() addCompletedHandler:^(id<MTLCommandBuffer> done) {
+      if ([done status] == MTLCommandBufferStatusError) note_failure([done error], "in a check of the kernels");
+    }];
+  });
+}
+
+}  // namespace
+
 }  // namespace moe_metal
+
+// Only for first_use.py.
+TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
+  m.def("_watch() -> ()", &moe_metal::watch);
+  m.def("_raise_failure() -> ()", &moe_metal::raise_failure);
+}

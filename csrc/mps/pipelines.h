@@ -13,8 +13,11 @@ struct Pipeline {
   NSString* name;
 };
 
-// The kernel's pipeline, which its first call compiles. Raises if it does not compile.
+// The kernel's pipeline, which its first call compiles. Raises if it does not compile, or is refused.
 const Pipeline* pipeline_of(at::mps::MPSStream* stream, Kernel& kernel);
+
+// What a warm-up call does with a kernel: compiles it, or lists it if this thread lists kernels.
+void prepare(at::mps::MPSStream* stream, Kernel& kernel);
 
 inline std::string reason(NSError* error) {
   return error ? [[error localizedDescription] UTF8String] : "no reason given";

@@ -142,13 +142,17 @@ id<MTLLibrary> compile_library(id<MTLDevice> device, const Kernel& kernel, const
   return library;
 }
 
-std::string host_name(const Kernel& kernel) {
+std::string dtypes_of(const Kernel& kernel) {
   static constexpr const char* kDtypes[] = {"float",       "half",         "bfloat",      "float_float",
                                             "float_half",  "float_bfloat", "half_float",  "half_half",
                                             "half_bfloat", "bfloat_float", "bfloat_half", "bfloat_bfloat"};
+  return kernel.dtypes < 0 ? "" : kDtypes[kernel.dtypes];
+}
+
+std::string host_name(const Kernel& kernel) {
   std::string name = kernel.function;
   if (!kernel.format->is_dense()) name.append("_").append(kernel.format->library);
-  return kernel.dtypes < 0 ? name : name + "_" + kDtypes[kernel.dtypes];
+  return kernel.dtypes < 0 ? name : name + "_" + dtypes_of(kernel);
 }
 
 id<MTLComputePipelineState> compile_pipeline(id<MTLDevice> device, id<MTLLibrary> library, const Kernel& kernel,
@@ -301,11 +305,57 @@ std::tuple<c10::List<std::string>, c10::List<double>> times_of_libraries() {
   return {compile_times().libraries.copy(), compile_times().seconds.copy()};
 }
 
+// ---------------------------------------------------------------------------------------------- for the first use
+
+// The kernels that this thread's warm-up calls need, while it lists them instead of compiling them.
+thread_local bool lists_kernels = false;
+thread_local std::vector<const Kernel*> listed;
+
+// Function, format, dtypes, and the most threads of a threadgroup: one line for each kernel.
+std::string described(const Kernel& kernel) {
+  const std::string format = kernel.format->is_dense() ? "dense" : std::string(kernel.format->library);
+  const std::string dtypes = kernel.dtypes < 0 ? "none" : dtypes_of(kernel);
+  return std::string(kernel.function) + " " + format + " " + dtypes + " " + std::to_string(kernel.max_threads);
+}
+
+// The lines of the kernels listed so far, which are then forgotten. `on`: whether this thread lists from now on.
+c10::List<std::string> list_kernels(bool on) {
+  lists_kernels = on;
+  c10::List<std::string> lines;
+  for (const Kernel* kernel : listed) lines.push_back(described(*kernel));
+  listed.clear();
+  return lines;
+}
+
+// From now on the kernel with this line raises instead of being launched, or is used again.
+void refuse(const std::string& line, bool is_refused) {
+  for (Kernel* kernel = Kernel::newest; kernel; kernel = kernel->previous) {
+    if (described(*kernel) == line) kernel->is_refused = is_refused;
+  }
+}
+
+bool has_matrix_units() {
+  constexpr auto kApple10 = static_cast<MTLGPUFamily>(1010);  // M5
+  return has_tensor_ops() && [at::mps::getCurrentMPSStream()->device() supportsFamily:kApple10];
+}
+
 }  // namespace
+
+void prepare(at::mps::MPSStream* stream, Kernel& kernel) {
+  if (lists_kernels) {
+    listed.push_back(&kernel);
+  } else {
+    pipeline_of(stream, kernel);
+  }
+}
 
 const Pipeline* pipeline_of(at::mps::MPSStream* stream, Kernel& kernel) {
   const Pipeline* ready = kernel.pipeline.load(std::memory_order_acquire);
-  return ready ? ready : compile([stream->commandQueue() device], kernel);
+  const Pipeline* pipeline = ready ? ready : compile([stream->commandQueue() device], kernel);
+  TORCH_CHECK(!kernel.is_refused, "moe_metal: kernel ", host_name(kernel),
+              " gave wrong results on this GPU when it was checked, so it is not used. `python -m torch_moe_metal ",
+              "doctor` tests all kernels");
+  return pipeline;
 }
 
 // Before macOS 26.2, tensors in registers have a different layout, and bfloat tensors are missing. In 26.2,
@@ -324,8 +374,11 @@ bool compiles(Kernel& kernel) {
 
 }  // namespace moe_metal
 
-// Only for doctor and tools/compile_shaders.py.
+// Only for first_use.py, doctor and tools/compile_shaders.py.
 TORCH_LIBRARY_FRAGMENT(moe_metal, m) {
+  m.def("_list_kernels(bool on) -> str[]", &moe_metal::list_kernels);
+  m.def("_refuse(str kernel, bool is_refused) -> ()", &moe_metal::refuse);
+  m.def("_has_matrix_units() -> bool", &moe_metal::has_matrix_units);
   m.def("_kernels() -> str[]", &moe_metal::all_kernels);
   m.def("_functions() -> (str[], bool[])", &moe_metal::all_functions);
   m.def("_check_device() -> ()", &moe_metal::check_default_device);

@@ -1,5 +1,5 @@
 // Our own kernels for the matrix units of M5 and newer GPUs (shaders/tensor_ops.metal). They need macOS 26.3, and have
-// never run on a Mac, so they are off until `tune` finds them correct and faster (tuning.h).
+// never run on a Mac, so they are off until the check at first use or `tune` finds them correct (tuning.h).
 #pragma once
 #include "mps/weights.h"
 

@@ -13,9 +13,9 @@ struct Tuning {
   // Decode: with fewer simdgroups than this, the columns of a row are divided into more parts. 80 cores (the largest
   // M) times 32.
   int64_t target_simdgroups = 80 * 32;
-  // Experts: the most slots per expert, in percent, for decode. Decode reads the weights for each slot. Prefill reads
-  // them once for each selected expert, but sorts first and pads matrices to 8 slots. With as many slots as experts,
-  // random routing selects 63 % of the experts: decode reads 1.6 times the bytes, minus cache hits.
+  // Experts: the most slots per expert, in percent, for decode; 0: never decode. Decode reads the weights for each
+  // slot. Prefill reads them once for each selected expert, but sorts first and pads matrices to 8 slots. With as many
+  // slots as experts, random routing selects 63 % of the experts: decode reads 1.6 times the bytes, minus cache hits.
   int64_t decode_max_slots_percent = 100;
   // Experts, decode of more than one token: from how many slots per expert on, in percent, two slots of an expert are
   // multiplied together, with its weights loaded and unpacked once; 0: never. gate_up pairs any two slots of an expert;
@@ -39,8 +39,8 @@ struct Tuning {
   // in `experts` and `linear`, for dense and packed weights; 0: never. The matrix units are those of M5 and newer; M1
   // to M4 have none. Gate and up, the inner activations, each expert's result and packed weights are then rounded to 16
   // bits, and may overflow in float16. They need macOS 26.3 and aligned rows of weights (dense: with contiguous
-  // columns; packed: of a multiple of 64 columns). Off until `tune` finds them correct and faster: they have not been
-  // measured.
+  // columns; packed: of a multiple of 64 columns). They have not been measured. On M5 the check at first use turns them
+  // on (first_use.py), unless `tune` has chosen a value.
   int64_t tensor_ops = 0;
   // Gate, many tokens: with fewer tiles than this, groups of four tokens by four experts are used, which are more
   // threadgroups. Tiles read the least, but a tile is much work for one threadgroup: they pay off once each of 80 cores

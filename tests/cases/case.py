@@ -17,7 +17,7 @@ from torch import Tensor
 from cases.oracle import Args, clear_choice, expected
 from torch_moe_metal import arguments, formats
 from torch_moe_metal.arguments import ARGUMENTS, DTYPES, ROUTERS, Parts, format_of, optional_arguments
-from torch_moe_metal.commands.bench.random_weights import Packing
+from torch_moe_metal.random_weights import Packing
 
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 OPTIONAL = {op: optional_arguments(op) for op in ARGUMENTS}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_moe_metal.commands.bench.random_weights import Packing, packing_of
+from torch_moe_metal.random_weights import Packing, packing_of
 
 BFLOAT = torch.bfloat16
 E, K, H, I = 128, 8, 2048, 768  # Qwen3-30B-A3B

@@ -32,12 +32,12 @@ from torch_moe_metal.commands.bench.block import (
 from torch_moe_metal.commands.bench.calls import DECODING, OPS, WHOLE, Call, RandomTensors, inputs, moved, packing_of
 from torch_moe_metal.commands.bench.linear_attention import LAYERS, SHORT_CONV, Layer
 from torch_moe_metal.commands.bench.model_sizes import DEFAULT, MODELS, Model, configuration
-from torch_moe_metal.commands.bench.random_weights import FORMATS
 from torch_moe_metal.commands.bench.report import OURS_DENSE, Result
 from torch_moe_metal.commands.command_line import main
 from torch_moe_metal.commands.common import devices
 from torch_moe_metal.commands.common.cli import CannotRun
 from torch_moe_metal.commands.common.progress import Progress
+from torch_moe_metal.random_weights import FORMATS
 from torch_moe_metal.transformers.versions import cache_of
 
 HAS_MLX = bench_mlx.mx is not None

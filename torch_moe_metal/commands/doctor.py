@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import torch
 
 from .. import __version__, arguments, cpu_isa, macos, reference
+from ..torch_checks import wrong_operations
 from ..transformers_support import why_unsupported
 from .bench import measure
 from .bench.samples import never_ran, problem, samples_of
 from .common.devices import devices
 from .common.progress import Progress
-from .common.torch_checks import wrong_operations
 
 
 def installed(package: str) -> str:

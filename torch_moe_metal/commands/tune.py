@@ -24,6 +24,7 @@ import torch
 
 from .. import arguments, gpu_settings
 from ..gpu_settings import Settings
+from ..random_weights import FORMATS
 from ..reference import tolerance
 from .bench import dtype
 from .bench.block import Block, fitted
@@ -31,7 +32,6 @@ from .bench.calls import Call, RandomTensors, inputs
 from .bench.device_bench import in_turn
 from .bench.measure import machine, rounds_each
 from .bench.model_sizes import DEFAULT, MODELS, Model, of_config
-from .bench.random_weights import FORMATS
 from .common.cli import CannotRun
 from .common.devices import check_device, free_memory
 from .comparison import Comparison, compare
@@ -355,8 +355,10 @@ def tune(options: Namespace, models: dict[tuple[str, str], Model]) -> int:
         print(json.dumps(about(options, models) | asdict(result), indent=1))
     else:
         print(table(result))
+    # Otherwise the check at first use turns the matrix units on.
+    tried = {name: defaults[name] for name in gpu_settings.PER_MACOS if name in options.settings}
     try:
-        log(f"Saved for {gpu_settings.gpu()} and torch {torch.__version__} in {gpu_settings.save(result.kept)}")
+        log(f"Saved for {gpu_settings.gpu()} and torch {torch.__version__} in {gpu_settings.save(tried | result.kept)}")
     except OSError as reason:
         print(f"tune: not saved: {reason}", file=sys.stderr)
         return 1

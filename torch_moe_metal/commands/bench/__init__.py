@@ -16,6 +16,7 @@ import torch
 
 from ... import gpu_settings
 from ...arguments import DTYPES
+from ...random_weights import FORMATS
 from ..common.cli import CannotRun, positive
 from ..common.devices import add_device
 from ..common.progress import Progress, minutes
@@ -24,7 +25,6 @@ from .calls import DECODING, OPS, WORTH_A_LIMIT
 from .device_bench import DeviceBench
 from .measure import keep_freed_memory, machine
 from .model_sizes import DEFAULT, MODELS
-from .random_weights import FORMATS
 from .report import Result
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}

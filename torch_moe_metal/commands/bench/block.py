@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...random_weights import Packing, dequantized, packing_of
 from ..common.cli import CannotRun
 from .baselines import BASELINES, MAX_COPIED, gate, glu
 from .calls import RandomTensors, moved
 from .model_sizes import Model, configuration
-from .random_weights import Packing, dequantized, packing_of
 
 ops = torch.ops.moe_metal
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ... import arguments
 from ...arguments import ARGUMENTS, DTYPES, ROUTERS
+from ...random_weights import Packing, packing_of
 from ..common.cli import CannotRun
 from . import linear_attention
 from .linear_attention import LAYERS, Layer, layer_of, of_projections
 from .model_sizes import DEFAULT, MANY_EXPERTS, MODELS, Model
-from .random_weights import Packing, packing_of
 
 GIVEN = {"weighted_sum": ("residual",), "norm": ("weight",)}  # optional arguments that every layer passes
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # the experts' weights, shared by all sets of inputs

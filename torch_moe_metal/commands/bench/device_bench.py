@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import gpu_settings
 from ...arguments import DTYPES
+from ...random_weights import dequantized
 from ..common.cli import has_transformers
 from ..common.devices import check_device, free_memory
 from .baselines import baselines, int4pack, linear, too_large
@@ -34,7 +35,6 @@ from .calls import (
 from .linear_attention import as_in_transformers
 from .measure import Limits, seconds_each, synchronize
 from .model_sizes import DEFAULT, MODELS
-from .random_weights import dequantized
 from .report import OURS_DENSE, Result
 
 ops = torch.ops.moe_metal

@@ -27,13 +27,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...packing import WRITTEN
+from ...random_weights import FORMATS
 from ..common.cli import CannotRun, has_transformers, positive
 from ..common.devices import add_device, check_device
 from ..common.loading import weights_gb
 from ..common.progress import Progress
 from .measure import machine, synchronize
 from .model_sizes import DEFAULT, MODELS, configuration
-from .random_weights import FORMATS
 from .report import json_of
 
 PROMPT, TOKENS = 512, 16

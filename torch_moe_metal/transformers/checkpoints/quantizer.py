@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ... import reference
 from ...all_or_nothing import all_or_nothing
+from ...first_use import weights_arrived
 from ...formats import FORMATS
 from ...grad import warn_once
 from ...packed_layers import Embedding, Permuted
@@ -205,6 +206,7 @@ class PackedQuantizer(HfQuantizer):
         ]
         if missing:
             raise ValueError(f"torch_moe_metal: {model.config.name_or_path}: missing: {', '.join(missing)}")
+        weights_arrived(model)
 
     def get_state_dict_and_metadata(self, model):
         """The first hook of `save_pretrained`: it makes a `MoeMetalConfig` describe the model as it is now."""

@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...arguments import DTYPES
 from ...grad import wants_grad, warn_once
+from ...refused import SDPA, is_refused
 from .experts import NAME, WITH_SHAPES
 from .members import setting
 
@@ -57,7 +58,8 @@ def attention_forward(
     if reason is not None or dropout or many or shows_weights or wants_grad(module, *states):
         more = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
         more = {name: value for name, value in more.items() if value is not None} | kwargs
-        stock = sdpa_attention_forward if of_sdpa and not shows_weights else eager_attention
+        by_sdpa = of_sdpa and not shows_weights and not is_refused(SDPA, query)
+        stock = sdpa_attention_forward if by_sdpa else eager_attention
         return stock(module, *states, attention_mask, **more)
     causal = attention_mask is None and T > 1 and attends_causally(module, is_causal)
     if causal:  # omits the unused rows of a static cache
@@ -70,7 +72,7 @@ def attention_forward(
 
 def is_for_pytorch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether PyTorch's attention computes this, and not our op: for many queries, where it is right."""
-    if query.shape[2] <= FEW_QUERIES:
+    if query.shape[2] <= FEW_QUERIES or is_refused(SDPA, query):
         return False
     if query.device.type != "mps" or key.shape[2] <= MOST_KEYS_OF_MPSGRAPH:
         return True
@@ -124,6 +126,8 @@ def why_not_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
         return f"its queries, keys and values are {query.dtype}, {key.dtype} and {value.dtype}"
     if query.device.type not in WITH_SHAPES:
         return f"it is on {query.device.type}"
+    if is_refused("attention", query):
+        return "the op is wrong on this GPU"
     if mask is not None and (mask.dim() != 4 or mask.dtype not in (torch.bool, torch.float32, query.dtype)):
         return f"its mask is {mask.dtype} of shape {list(mask.shape)}"
     if mask is not None and mask.shape[-1] == 1 != key.shape[-2]:  # transformers', for a padded batch of MiniMax
@@ -154,7 +158,9 @@ def warm_up_attention(module: nn.Module, tokens: int, dtype: torch.dtype) -> Non
     value_width = getattr(module, "v_head_dim", width)
     for keys in (few, LONG_CONTEXT):
         sizes = (heads * groups, few, width), (heads, keys, width), (heads, keys, value_width)
-        states = (torch.empty(1, *size, dtype=dtype, device="meta") for size in sizes)
+        states = [torch.empty(1, *size, dtype=dtype, device="meta") for size in sizes]
+        if is_refused("attention", states[0]):
+            return
         torch.ops.moe_metal.attention(*states, sinks=getattr(module, "sinks", None), causal=keys == few)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...formats import FORMATS
 from ...packed_layers import Linear, dequantized
+from ...refused import refuses_fusion
 from ..versions import CACHE, take_cache, updated, updated_if_paged
 from .attention import (
     FEW_QUERIES,
@@ -82,6 +83,12 @@ class FusedProjections(JoinedProjections):
         output = output.reshape(*hidden_states.shape[:-1], -1)
         projection = self._modules[record.output]
         return (product(output, projection) if self.are_unmodified(projection) else projection(output)), weights
+
+    def warm_up_products(self, tokens: int, dtype: torch.dtype) -> None:
+        """On meta no projections are joined; a joined product has the kernel of each of them."""
+        for layer in self.parts((*self.joined, self.record.output)):
+            if self.are_unmodified(layer):
+                product(torch.empty(1, tokens, layer.in_features, dtype=dtype, device="meta"), layer)
 
     def room(self, x: Tensor, cache: Cache | None, mask: Tensor | None, kwargs: dict) -> Room | None:
         """The room of the cache that `over_room` can use for this token, or None."""
@@ -227,7 +234,9 @@ class FusedAttention(FusedProjections):
             for heads in (of_keys * self.num_key_value_groups, of_keys)
         )
         cos = torch.empty(1, tokens, self.head_dim // 2, dtype=dtype, device="meta")
-        self.rope(q, k, (cos, cos) if self.record.rotates(self) else None, self.parts(self.record.norms))
+        if not refuses_fusion(q):
+            self.rope(q, k, (cos, cos) if self.record.rotates(self) else None, self.parts(self.record.norms))
+        self.warm_up_products(tokens, dtype)
         warm_up_attention(self, tokens, dtype)
 
 
@@ -378,7 +387,9 @@ class FusedLatentAttention(FusedProjections):
                 (self.kv_lora_rank,),
             )
         )
-        if self.record.rotates(self):
-            self.rope(q, k, cos, cos)
-        rms_norm(latent, self._modules["kv_a_layernorm"])
+        if not refuses_fusion(q):
+            if self.record.rotates(self):
+                self.rope(q, k, cos, cos)
+            rms_norm(latent, self._modules["kv_a_layernorm"])
+        self.warm_up_products(tokens, dtype)
         warm_up_attention(self, tokens, dtype)

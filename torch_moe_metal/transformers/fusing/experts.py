@@ -14,6 +14,7 @@ from ...extension import max_experts
 from ...grad import in_forward_mode, traced_as_constant, wants_grad, warn_once
 from ...packed_layers import slots_with_grad
 from ...reference import weighted_sum
+from ...refused import is_refused
 from .families import GATES
 from .members import member
 
@@ -161,7 +162,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         reason = f"its activations are {hidden_states.dtype}"
     if reason is not None:
         warn_once(f"{type(self).__name__} runs on transformers' grouped_mm, since {reason}")
-    if reason is not None or wants_grad(self, hidden_states, top_k_weights):
+    refused = is_refused("experts", hidden_states)
+    if reason is not None or refused or wants_grad(self, hidden_states, top_k_weights):
         return without_our_op(self, hidden_states, top_k_index, top_k_weights, arguments)
     if not top_k_index.shape[-1]:  # a configuration may select no experts, which the op does not support
         return torch.zeros_like(hidden_states)

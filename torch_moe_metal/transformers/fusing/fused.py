@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...arguments import DTYPES
+from ...first_use import weights_arrived
 from ...grad import wants_grad
-from ...warmup import warm_up_best_effort
+from ...refused import is_refused, refuses_fusion
 from .experts import NAME, WITH_SHAPES, dtype_for, expert_arguments
 from .members import member, setting, submodule
 from .projections import join, product
@@ -37,7 +38,7 @@ class Fused(nn.Module):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        warm_up_best_effort(self)  # it may have been moved to mps
+        weights_arrived(self)  # it may have been moved to mps
         return self
 
     def are_unmodified(self, *modules: nn.Module) -> bool:
@@ -58,13 +59,15 @@ class Fused(nn.Module):
         return True
 
     def is_plain_inference(self, x: Tensor) -> bool:
-        """Whether our ops can compute this call: no gradient, no autocast, a supported dtype and device."""
+        """Whether our ops can compute this call: no gradient, no autocast, a supported dtype and device, and no op
+        that is wrong on this GPU."""
         device = x.device.type
         return (
             x.dtype in DTYPES
             and device in WITH_SHAPES
             and (device == "meta" or not torch.is_autocast_enabled(device))
             and not wants_grad(self, x)
+            and not refuses_fusion(x)
         )
 
     @classmethod
@@ -96,6 +99,8 @@ class Fused(nn.Module):
 
     def experts_part(self, x: Tensor, experts: nn.Module) -> dict | None:
         """The arguments of `experts` that the experts provide, or None if their module must be called."""
+        if is_refused("experts", x):
+            return None
         arguments, obstacle = expert_arguments(experts)
         return arguments if obstacle is None and x.dtype == dtype_for(x, arguments) else None
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from ...packed_layers import Linear
+from ...refused import refuses_fusion
 from ..versions import cache_given
 from .fused import JoinedProjections, eps_of
 from .linear_cache import MOST_DRAFTED, WITHOUT_CACHE, Sizes, Step
@@ -79,7 +80,8 @@ class FusedMixer(JoinedProjections):
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         width = self.parts(self.joined)[0].in_features
         x = torch.empty(1, tokens, width, dtype=dtype, device="meta")
-        self.mix(x, None, self.warmup_step(tokens, dtype), self.weights())
+        if not refuses_fusion(x):
+            self.mix(x, None, self.warmup_step(tokens, dtype), self.weights())
 
     def warmup_step(self, tokens: int, dtype: torch.dtype) -> Step:
         sizes = self.kept_sizes()

@@ -47,7 +47,10 @@ class FusedMlp(JoinedProjections):
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
         width = self.parts(self.record.inputs)[0].in_features
-        self(torch.empty(1, tokens, width, dtype=dtype, device="meta"))
+        x = torch.empty(1, tokens, width, dtype=dtype, device="meta")
+        self(x)
+        for layer in self.parts(self.record.inputs):  # on meta they are not joined
+            product(x, layer)
 
 
 class FusedBlock(Fused):

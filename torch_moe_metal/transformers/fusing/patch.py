@@ -2,9 +2,9 @@
 
 from torch import nn
 
+from ...first_use import weights_arrived
 from ...grad import warn_once
 from ...macos import require_torch
-from ...warmup import warm_up_best_effort
 from .experts import is_experts
 from .factory import fused_class
 from .families import class_name
@@ -34,7 +34,7 @@ def patch(model: nn.Module) -> Report:
         warn_once(reason)
         return Report([Row(name, type(part).__name__, LEFT, reason) for name, part in fusible(model).items()])
     report = fuse_in_place(model)
-    warm_up_best_effort(model)
+    weights_arrived(model)
     return report
 
 

@@ -15,6 +15,7 @@ from ... import joining
 from ...arguments import DTYPES
 from ...formats import FORMATS
 from ...packed_layers import Linear
+from ...refused import is_refused
 
 ops = torch.ops.moe_metal
 
@@ -117,7 +118,7 @@ def product(x: Tensor, layer: nn.Linear) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A dense product. On mps, PyTorch's own takes longer on the host than all of a layer's other ops."""
-    few = x.numel() <= FEW_TOKENS * x.shape[-1]
+    few = x.numel() <= FEW_TOKENS * x.shape[-1] and not is_refused("linear", x)
     plain = few and x.dtype in DTYPES and type(weight) in (Tensor, nn.Parameter) and weight.dtype == x.dtype
     return ops.linear(x, weight, bias=bias) if plain and x.numel() else F.linear(x, weight, bias)
 
@@ -136,6 +137,8 @@ def outputs_of(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         return [layer(x) for layer in layers]
     first = layers[0]
     if isinstance(first, Linear):
+        if is_refused("linear", x):
+            return [layer(x) for layer in layers]
         output = ops.linear(x, *weight, bias, format=first.format)
     else:
         output = linear(x, *weight, bias)

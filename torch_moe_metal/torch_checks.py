@@ -1,6 +1,6 @@
 """Operations of PyTorch on Apple GPUs that models rely on and that were wrong in some versions, without an error.
 
-`doctor` makes these checks. Each function returns None, or what is wrong.
+`doctor` and the check at first use make these checks. Each function returns None, or what is wrong.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
-DRAWS = 2**26  # of which a few were -0.0: with 99 % chance at least one
+DRAWS, TIMES = 2**24, 8  # of which a few were -0.0: with 99 % chance at least one
 VOCABULARY = 152_064
 LONG = 32_771  # rows of a product that M1 and M2 added up wrongly
 
@@ -44,7 +44,8 @@ def repeated(device: str) -> str | None:
 
 
 def draws(device: str) -> str | None:
-    if any(bool((torch.empty(DRAWS, device=device).exponential_() <= 0).any()) for _ in range(2)):
+    random, memory = torch.Generator(device).manual_seed(0), torch.empty(DRAWS, dtype=FLOAT, device=device)
+    if any(bool((memory.exponential_(generator=random) <= 0).any()) for _ in range(TIMES)):
         return "exponential_ draws 0, so that tokens of probability 0 are sampled"
     return None
 
@@ -112,11 +113,13 @@ CHECKS: tuple[Callable[[str], str | None], ...] = (
 )
 
 
+def problem(check: Callable[[str], str | None], device: str) -> str | None:
+    """None, or what is wrong. An exception is, whatever it is."""
+    try:
+        return check(device)
+    except Exception as error:
+        return f"{check.__name__}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def wrong_operations(device: str) -> list[str]:
-    found = []
-    for check in CHECKS:
-        try:
-            found.append(check(device))
-        except Exception as error:  # any error: the report must go on
-            found.append(f"{check.__name__}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    return [line for line in found if line]
+    return [line for check in CHECKS if (line := problem(check, device))]

@@ -9,9 +9,9 @@ from math import log2, prod
 import torch
 from torch import Tensor
 
-from ... import formats, ggml, reference
-from ...arguments import Parts, scale_names, weights
-from ...packing import WRITTEN, packed_sizes, quantize
+from . import formats, ggml, reference
+from .arguments import Parts, scale_names, weights
+from .packing import WRITTEN, packed_sizes, quantize
 
 
 @dataclass(frozen=True)
