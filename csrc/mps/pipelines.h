@@ -16,6 +16,8 @@ struct Pipeline {
 // The kernel's pipeline, which its first call compiles. Raises if it does not compile.
 const Pipeline* pipeline_of(at::mps::MPSStream* stream, Kernel& kernel);
 
+bool is_macos_at_least(int major, int minor = 0);
+
 inline std::string reason(NSError* error) {
   return error ? [[error localizedDescription] UTF8String] : "no reason given";
 }
