@@ -3,6 +3,7 @@
 `torch_moe_metal.nn` exports the layers for users; the transformers integration puts them into models.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from . import reference
 from .arguments import DTYPES, format_of, scale_names
+from .file_pages import is_mapped, on_host
 from .formats import FORMATS
 from .grad import autocasts, wants_grad
 from .packing import quantize
@@ -36,6 +38,33 @@ class Packed(nn.Module):
         parts = [part for name in names if (part := self._buffers.get(name)) is not None]
         done = {id(part): with_its_bits(part, fn) for part in parts}  # before anything is assigned
         return super()._apply(lambda tensor: done[id(tensor)] if id(tensor) in done else fn(tensor), recurse)
+
+    def mapped(self) -> dict[str, Tensor]:
+        """The parts in Metal buffers over a file's pages, which nothing can write."""
+        return {name: part for name, part in self._buffers.items() if is_mapped(part)}
+
+    def __deepcopy__(self, memo: dict):
+        """Copies share such parts."""
+        memo.update({id(part): part for part in self.mapped().values()})
+        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __getstate__(self) -> dict:
+        """For pickle and `torch.save`, which write whole storages: such parts are written from the file's pages, with
+        an empty tensor on their device, which loading moves them to."""
+        state, mapped = self.__dict__.copy(), self.mapped()
+        if mapped:
+            state["_buffers"] = self._buffers | {name: on_host(part) for name, part in mapped.items()}
+            state["_home"] = torch.empty(0, device=next(iter(mapped.values())).device), tuple(mapped)
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        state = dict(state)
+        home, names = state.pop("_home", (None, ()))
+        super().__setstate__(state)
+        for name in names:
+            self._buffers[name] = self._buffers[name].to(home.device)
 
     def hold(self, weight: str, parts: Mapping[str, Tensor | None]) -> None:
         """Register the data, scale and offset of one packed weight as buffers with these names."""

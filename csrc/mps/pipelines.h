@@ -19,6 +19,8 @@ const Pipeline* pipeline_of(at::mps::MPSStream* stream, Kernel& kernel);
 // What a warm-up call does with a kernel: compiles it, or lists it if this thread lists kernels.
 void prepare(at::mps::MPSStream* stream, Kernel& kernel);
 
+bool is_macos_at_least(int major, int minor = 0);
+
 inline std::string reason(NSError* error) {
   return error ? [[error localizedDescription] UTF8String] : "no reason given";
 }

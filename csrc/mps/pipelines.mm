@@ -21,13 +21,10 @@
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
 
 namespace moe_metal {
-namespace {
-
-constexpr NSUInteger kThreadgroupMemory = 32768;
 
 // Derives the macOS version from the kernel's. On macOS 26 NSProcessInfo returns 16 to programs that were linked for an
 // older version, as many Pythons are. torch_moe_metal/macos.py does the same in Python.
-bool is_macos_at_least(int major, int minor = 0) {
+bool is_macos_at_least(int major, int minor) {
   char release[32] = {};
   size_t size = sizeof(release) - 1;
   if (sysctlbyname("kern.osrelease", release, &size, nullptr, 0) != 0) return false;
@@ -35,6 +32,10 @@ bool is_macos_at_least(int major, int minor = 0) {
   std::sscanf(release, "%d.%d", &darwin, &own_minor);
   return std::pair(darwin < 25 ? darwin - 9 : darwin == 25 ? 26 : darwin, own_minor) >= std::pair(major, minor);
 }
+
+namespace {
+
+constexpr NSUInteger kThreadgroupMemory = 32768;
 
 NSString* text(const std::string& characters) { return [NSString stringWithUTF8String:characters.c_str()]; }
 

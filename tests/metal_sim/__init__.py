@@ -31,6 +31,7 @@ DEVICE = (
         "new_command_buffers",
         "playing_gpu",
         "playing_macos",
+        "playing_memory",
         "record",
         "recording_encoders",
     ),

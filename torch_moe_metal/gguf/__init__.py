@@ -8,6 +8,7 @@ Weights are GGML's blocks, which the ops read without conversion if `formats` ha
 """
 
 import functools
+import os
 import re
 import struct
 from collections.abc import Container, Iterable
@@ -95,6 +96,16 @@ class Stamp:
     size: int
     changed: int  # in nanoseconds
     addresses: range
+    buffers: frozenset[int] = frozenset()  # Metal's, over the same pages
+
+    def is_of(self, found: os.stat_result) -> bool:
+        return (found.st_ino, found.st_size, found.st_mtime_ns) == (self.inode, self.size, self.changed)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the file's pages."""
+        if tensor.device.type == "mps":
+            return tensor.untyped_storage().data_ptr() in self.buffers
+        return tensor.device.type == "cpu" and tensor.data_ptr() in self.addresses
 
     def expect_unchanged(self, tensors: Iterable[Tensor]) -> None:
         """Raises if the file has changed and one of the tensors is in its pages. A file that has been replaced or
@@ -102,7 +113,7 @@ class Stamp:
         now = self.file.stat() if self.file.exists() else None
         if now is None or now.st_ino != self.inode or (now.st_size, now.st_mtime_ns) == (self.size, self.changed):
             return
-        if any(tensor.device.type == "cpu" and tensor.data_ptr() in self.addresses for tensor in tensors):
+        if any(map(self.holds, tensors)):
             raise ValueError(
                 f"torch_moe_metal: {self.file}: expected the file as it was when the model was loaded, since its pages "
                 "are the model's weights, got a changed file: load the model again"
@@ -117,6 +128,19 @@ class GgufFile:
     metadata: dict
     tensors: dict[str, GgufTensor]
     stamps: tuple[Stamp, ...] = ()
+
+    def expect_as_read(self) -> None:
+        """Raises if a file has changed since its header was read."""
+        for stamp in self.stamps:
+            now = stamp.file.stat() if stamp.file.exists() else None
+            if now is not None and stamp.is_of(now):
+                continue
+            own = [tensor for tensor in self.tensors.values() if tensor.file == stamp.file]
+            size = now.st_size if now else 0
+            cut = next((tensor for tensor in own if tensor.begin + tensor.bytes > size), None)
+            name = f"{cut.name}: expected {cut.bytes} bytes from byte {cut.begin} on" if cut else "expected the file"
+            got = f"a changed file of {size} bytes" if now else "no file"
+            raise ValueError(f"torch_moe_metal: {stamp.file}: {name}, of {stamp.size} when it was opened, got {got}")
 
 
 def architecture_of(file: GgufFile) -> str:

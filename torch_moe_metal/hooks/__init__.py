@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 
 from ..transformers_support import NEWEST, installed_version, is_supported, is_untested
-from . import advice, count_packed_weights, gguf, refuse_packed_weights
+from . import advice, count_packed_weights, gguf, refuse_packed_weights, serial_loading
 from .after_import import after_import
 
 
@@ -23,6 +23,8 @@ def install() -> None:
     when_imported("transformers.modeling_utils", change_models)
     when_imported("transformers.modeling_utils", register_attention)
     when_imported("transformers.modeling_layers", register_mtp)
+    for module in ("transformers.modeling_utils", "transformers.modeling_layers"):
+        when_imported(module, serial_loading.load_serially_on_mps, module)
     after_import("peft.tuners.tuners_utils", refuse_packed_weights.refuse_merging)
     when_imported("peft.tuners.tuners_utils", refuse_packed_weights.refuse_adapting_parameters)
     when_imported("peft.peft_model", count_packed_weights.count_in_peft)

@@ -87,8 +87,8 @@ def _answer_for_torch() -> None:
         "_mps_deviceSynchronize": synchronize,
         "_mps_emptyCache": lambda: None,
         "_mps_currentAllocatedMemory": torch.ops.metal_sim.allocated_bytes,
-        "_mps_driverAllocatedMemory": torch.ops.metal_sim.allocated_bytes,
-        "_mps_recommendedMaxMemory": lambda: 16 << 30,
+        "_mps_driverAllocatedMemory": torch.ops.metal_sim.driver_bytes,
+        "_mps_recommendedMaxMemory": torch.ops.metal_sim.working_set,
     }
     for name, answer in answers.items():
         setattr(torch._C, name, answer)
@@ -166,6 +166,15 @@ def playing_macos(major: int, minor: int = 0, *, for_older_sdk: bool = False) ->
 def playing_gpu(name: str, family: int) -> AbstractContextManager[None]:
     """Behave like another GPU: its name, and its newest Apple family, such as 1007 for M1."""
     return _setting("gpu", name, family, normal=("Simulated Metal device", 1008))
+
+
+def playing_memory(
+    max_buffer: int = 9 << 30, working_set: int = 16 << 30, local_volumes: bool = True, takes_pages: bool = True
+) -> AbstractContextManager[None]:
+    """Other limits of the device, in bytes. Without `local_volumes` all files are on volumes of a network; without
+    `takes_pages`, newBufferWithBytesNoCopy returns nil."""
+    normal = (9 << 30, 16 << 30, True, True)
+    return _setting("memory", max_buffer, working_set, local_volumes, takes_pages, normal=normal)
 
 
 def failing_commits(what: str) -> AbstractContextManager[None]:

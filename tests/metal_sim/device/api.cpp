@@ -121,6 +121,12 @@ void set_gpu(std::string name, int64_t family) {
   options().gpu = std::move(name);
   options().family = family;
 }
+void set_memory(int64_t max_buffer, int64_t working_set, bool local_volumes, bool takes_pages) {
+  options().max_buffer = max_buffer;
+  options().working_set = working_set;
+  options().local_volumes = local_volumes;
+  options().takes_pages = takes_pages;
+}
 void set_commit_error(std::string what) { options().commit_error = std::move(what); }
 
 void synchronize() {
@@ -144,9 +150,12 @@ TORCH_LIBRARY(metal_sim, m) {
   m.def("set_macos(int major, int minor, bool for_older_sdk) -> ()", &set_macos);
   m.def("set_gpu(str name, int family) -> ()", &set_gpu);
   m.def("set_commit_error(str what) -> ()", &set_commit_error);
+  m.def("set_memory(int max_buffer, int working_set, bool local_volumes, bool takes_pages) -> ()", &set_memory);
   m.def("synchronize() -> ()", &synchronize);
   m.def("contents(Tensor tensor) -> int", &contents);
   m.def("allocated_bytes() -> int", [] { return int64_t(allocated_bytes()); });
+  m.def("driver_bytes() -> int", [] { return int64_t(allocated_bytes() + given_bytes()); });
+  m.def("working_set() -> int", [] { return int64_t(options().working_set); });
 }
 
 }  // namespace

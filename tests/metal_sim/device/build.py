@@ -103,7 +103,8 @@ def rules(include: Sequence[Path] = ()) -> list[str]:
     objc += ["-D_NATIVE_OBJC_EXCEPTIONS=1", f"-I{HEADERS}", *(f"-isystem{folder}" for folder in system)]
     torch_lib = Path(torch.__file__).parent / "lib"
     link = [f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", f"-L{system[1].parent}", "-Wl,-z,defs"]
-    link += ["-ltorch", "-ltorch_cpu", "-lc10", "-lgnustep-base", "-lobjc", "-lBlocksRuntime", "-ldl"]
+    # The runtime of blocks comes first, because GNUstep has functions of the same names that do nothing.
+    link += ["-ltorch", "-ltorch_cpu", "-lc10", "-lBlocksRuntime", "-lgnustep-base", "-lobjc", "-ldl"]
     cxx, objcxx = " ".join([compiler, *flags]), " ".join([compiler, *flags, *objc])
     return [
         f"rule cxx\n  command = {cxx} -c $in -o $out\n  depfile = $out.d",

@@ -88,7 +88,7 @@ struct MPSHooks final : at::MPSHooksInterface {
   void* getDispatchQueue() const override { return queue_object(); }
   void emptyCache() const override {}
   size_t getCurrentAllocatedMemory() const override { return allocated_bytes(); }
-  size_t getDriverAllocatedMemory() const override { return allocated_bytes(); }
+  size_t getDriverAllocatedMemory() const override { return allocated_bytes() + given_bytes(); }
 };
 
 // ---- CPU tensors over the same bytes ----
@@ -226,6 +226,16 @@ const c10::IValue* written_argument(const c10::FunctionSchema& schema, const c10
   return nullptr;
 }
 
+// As a page fault would on the real device, if it is noticed at all.
+void check_written_arguments(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* mark = schema.arguments()[i].alias_info();
+    if (!mark || !mark->isWrite() || !arguments[i].isTensor()) continue;
+    const at::Tensor& tensor = arguments[i].toTensor();
+    if (tensor.defined() && tensor.is_mps()) check_written(tensor.storage().data(), schema.name().c_str());
+  }
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   TORCH_CHECK_NOT_IMPLEMENTED(schema.name().rfind("aten::", 0) == 0, schema.name(),
@@ -233,6 +243,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t count = schema.arguments().size();
   const std::vector<c10::IValue> arguments = torch::jit::pop(*stack, count);
   check_devices(schema, arguments);
+  check_written_arguments(schema, arguments);
 
   Aliases aliases;
   for (const c10::IValue& value : arguments) stack->push_back(to_cpu(value, aliases));
@@ -289,6 +300,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   ++counters().aten_ops;
   end_encoder();
   if (self.is_cpu()) count_host_sync("copy to the CPU");
+  if (self.is_mps()) check_written(self.storage().data(), "aten::copy_");
   Aliases aliases;
   auto to = aliases.alias(self), from = aliases.alias(source);
   at::AutoDispatchBelowADInplaceOrView below;

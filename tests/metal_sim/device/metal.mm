@@ -4,11 +4,16 @@
 #import <Metal/Metal.h>
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
 
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -143,7 +148,7 @@ constexpr size_t poison_limit = size_t(1) << 30;
 
 std::mutex memory_mutex;
 std::unordered_map<const void*, Memory> memories;
-size_t total_bytes = 0;
+size_t total_bytes = 0, total_given = 0;
 
 Memory allocate(size_t length, bool of_tensor) {
   const size_t total = (guard_bytes + length + guard_bytes + 511) / 512 * 512;
@@ -161,6 +166,7 @@ bool intact(const char* guard) {
 }
 
 std::string broken_guard(const Memory& memory) {
+  if (memory.is_given) return "";
   const char* side = !intact(memory.bytes - guard_bytes)     ? "before"
                      : !intact(memory.bytes + memory.length) ? "after"
                                                              : "";
@@ -180,6 +186,31 @@ void check_guards() {
   std::lock_guard lock(memory_mutex);
   for (auto& [buffer, memory] : memories)
     if (auto what = broken_guard(memory); !what.empty()) throw Violation("guard", what);
+}
+
+bool is_mapped(const Memory& memory) { return msync(memory.bytes, memory.length, MS_ASYNC) == 0; }
+
+// Whether this process may not write some of these pages.
+bool is_read_only(const char* bytes, size_t length) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    size_t rest = 0;
+    const uint64_t begin = std::stoull(line, &rest, 16), end = std::stoull(line.substr(rest + 1), nullptr, 16);
+    const auto first = reinterpret_cast<uint64_t>(bytes);
+    if (begin < first + length && first < end && line[line.find(' ') + 2] != 'w') return true;
+  }
+  return false;
+}
+
+void check_written(const void* buffer, const char* what) {
+  const Memory* memory = find_memory(buffer);
+  if (memory && memory->is_read_only)
+    throw Violation("read_only", std::string(what) + " writes a buffer over pages that are read-only");
+}
+
+size_t given_bytes() {
+  std::lock_guard lock(memory_mutex);
+  return total_given;
 }
 
 size_t allocated_bytes() {
@@ -218,6 +249,9 @@ size_t allocated_bytes() {
 - (NSUInteger)length {
   return metal_sim::find_memory(self)->length;
 }
+- (NSUInteger)allocatedSize {
+  return [self length];
+}
 - (uint64_t)gpuAddress {
   return reinterpret_cast<uint64_t>(metal_sim::find_memory(self)->bytes);
 }
@@ -240,6 +274,49 @@ size_t allocated_bytes() {
 }
 @end
 
+// A buffer over the caller's pages. Its end calls the deallocator, once.
+@interface SimPagesBuffer : SimBuffer {
+  void (^_deallocator)(void*, NSUInteger);
+}
+- (id)initWithPages:(void*)pages length:(NSUInteger)length deallocator:(void (^)(void*, NSUInteger))deallocator;
+@end
+
+@implementation SimPagesBuffer
++ (const char*)kind {
+  return "MTLBuffer over pages";
+}
+- (id)initWithPages:(void*)pages length:(NSUInteger)length deallocator:(void (^)(void*, NSUInteger))deallocator {
+  const auto page = static_cast<size_t>(getpagesize());
+  if (reinterpret_cast<uint64_t>(pages) % page || length == 0 || length % page)
+    throw Violation("no_copy", "newBufferWithBytesNoCopy: expected whole pages of " + std::to_string(page) + " bytes");
+  if (length > metal_sim::options().max_buffer)
+    throw Violation("no_copy", "newBufferWithBytesNoCopy: " + std::to_string(length) + " bytes; maxBufferLength is " +
+                                   std::to_string(metal_sim::options().max_buffer));
+  metal_sim::Memory memory = {static_cast<char*>(pages), length, false, true};
+  if (!metal_sim::is_mapped(memory)) throw Violation("no_copy", "newBufferWithBytesNoCopy: these pages are not mapped");
+  memory.is_read_only = metal_sim::is_read_only(memory.bytes, length);
+  if (!(self = [super init])) return nil;
+  if (deallocator) _deallocator = Block_copy(deallocator);
+  std::lock_guard lock(metal_sim::memory_mutex);
+  metal_sim::memories[self] = memory;
+  metal_sim::total_given += length;
+  return self;
+}
+- (void)dealloc {
+  const metal_sim::Memory memory = *metal_sim::find_memory(self);
+  {
+    std::lock_guard lock(metal_sim::memory_mutex);
+    metal_sim::memories[self] = metal_sim::allocate(0, false);  // for the base class
+    metal_sim::total_given -= memory.length;
+  }
+  if (_deallocator) {
+    metal_sim::call_on_metals_thread([&] { _deallocator(memory.bytes, memory.length); });
+    Block_release(_deallocator);
+  }
+  [super dealloc];
+}
+@end
+
 @interface SimTensorBuffer : SimBuffer
 @end
 @implementation SimTensorBuffer
@@ -257,10 +334,9 @@ void release_buffer(void* buffer) { [(SimBuffer*)buffer release]; }
 
 namespace metal_sim {
 namespace {
-void must_be_macos_15(const char* selector) {
+void must_be_macos_15(const char* selector, const char* of = "MTLCompileOptions") {
   if (options().macos.first >= 15) return;
-  throw Violation("selector",
-                  std::string("-[MTLCompileOptions ") + selector + "]: unrecognized selector before macOS 15");
+  throw Violation("selector", std::string("-[") + of + " " + selector + "]: unrecognized selector before macOS 15");
 }
 }  // namespace
 }  // namespace metal_sim
@@ -404,6 +480,67 @@ SIM_VALUE(NSUInteger, maxTotalThreadsPerThreadgroup, MaxTotalThreadsPerThreadgro
 - (void)setConstantValue:(const void*)value type:(MTLDataType)type withName:(NSString*)name {
 }
 - (void)reset {
+}
+@end
+
+// ---- residency ----
+
+@implementation MTLResidencySetDescriptor
+@dynamic label, initialCapacity;
++ (id)allocWithZone:(NSZone*)zone {
+  metal_sim::must_be_macos_15("alloc", "MTLResidencySetDescriptor");
+  return [super allocWithZone:zone];
+}
+- (id)copyWithZone:(NSZone*)zone {
+  throw Violation("unsupported", "copying MTLResidencySetDescriptor is not simulated");
+}
+@end
+
+// It only counts the buffers that are requested to be resident, as "resident".
+@interface SimResidencySet : SimObject <MTLResidencySet> {
+  NSMutableArray *_added, *_committed;
+  NSUInteger _resident;
+}
+@end
+
+@implementation SimResidencySet
++ (const char*)kind {
+  return "MTLResidencySet";
+}
+- (id)init {
+  if (!(self = [super init])) return nil;
+  _added = [NSMutableArray new];
+  _committed = [NSMutableArray new];
+  return self;
+}
+- (void)dealloc {
+  [self endResidency];
+  [_added release];
+  [_committed release];
+  [super dealloc];
+}
+- (uint64_t)allocatedSize {
+  uint64_t size = 0;
+  for (id<MTLBuffer> buffer in _committed) size += buffer.length;
+  return size;
+}
+- (void)addAllocation:(id<MTLAllocation>)allocation {
+  [_added addObject:allocation];
+}
+- (void)removeAllAllocations {
+  [_added removeAllObjects];
+}
+- (void)commit {
+  [_committed setArray:_added];
+}
+- (void)requestResidency {
+  [self endResidency];
+  _resident = _committed.count;
+  metal_sim::count_object("resident", long(_resident));
+}
+- (void)endResidency {
+  metal_sim::count_object("resident", -long(_resident));
+  _resident = 0;
 }
 @end
 
@@ -622,11 +759,25 @@ void check_order(EncoderState& state) {
   state.ordered = false;
 }
 
+// Buffers over the caller's pages: these must still be there, and nothing may write to read-only ones.
+void check_pages(const EncoderState& state) {
+  for (const auto& parameter : state.pipeline->kernel->parameters) {
+    if (parameter.space == metal_sim::Space::threadgroup || !state.slots[parameter.index].buffer) continue;
+    const auto* memory = metal_sim::find_memory((const void*)state.slots[parameter.index].buffer);
+    if (!memory || !memory->is_given) continue;
+    const std::string what = at_index(parameter) + " of kernel " + state.pipeline->kernel->name;
+    if (!metal_sim::is_mapped(*memory)) broken("unmapped", what + " is over pages that are not mapped any more");
+    if (memory->is_read_only && parameter.space == metal_sim::Space::device && !parameter.is_const)
+      broken("read_only", what + " can be written, and is over pages that are read-only");
+  }
+}
+
 void run(EncoderState& state, metal_sim::Size grid, metal_sim::Size threads, bool exact_threads) {
   if (!state.pipeline) broken("pipeline", "a dispatch without setComputePipelineState:");
   check_order(state);
   check_bound_for_this_pipeline(state);
   check_sizes(state, grid, threads);
+  check_pages(state);
 
   std::optional<metal_sim::Costs> costs;
   const auto start = std::chrono::steady_clock::now();
@@ -989,16 +1140,16 @@ static bool is_committed(MPSCommandBuffer* buffer) { return buffer != metal_sim:
   return YES;
 }
 - (uint64_t)recommendedMaxWorkingSetSize {
-  return uint64_t(16) << 30;
+  return metal_sim::options().working_set;
 }
 - (NSUInteger)maxThreadgroupMemoryLength {
   return metal_sim::max_threadgroup_bytes;
 }
 - (NSUInteger)maxBufferLength {
-  return NSUInteger(9) << 30;
+  return metal_sim::options().max_buffer;
 }
 - (NSUInteger)currentAllocatedSize {
-  return metal_sim::allocated_bytes();
+  return metal_sim::allocated_bytes() + metal_sim::given_bytes();
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
   if (family == MTLGPUFamilyMetal4) return metal_sim::options().macos.first >= 26;
@@ -1015,6 +1166,17 @@ static bool is_committed(MPSCommandBuffer* buffer) { return buffer != metal_sim:
   id<MTLBuffer> buffer = [self newBufferWithLength:length options:options];
   std::memcpy([buffer contents], bytes, length);
   return buffer;
+}
+- (id<MTLBuffer>)newBufferWithBytesNoCopy:(void*)pages
+                                   length:(NSUInteger)length
+                                  options:(MTLResourceOptions)options
+                              deallocator:(void (^)(void*, NSUInteger))deallocator {
+  if (!metal_sim::options().takes_pages) return nil;
+  return [[SimPagesBuffer alloc] initWithPages:pages length:length deallocator:deallocator];
+}
+- (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)descriptor error:(NSError**)error {
+  metal_sim::must_be_macos_15("newResidencySetWithDescriptor:error:", "MTLDevice");
+  return [SimResidencySet new];
 }
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
   if (!source) broken("argument", "newLibraryWithSource: with nil; is the source ASCII?");
@@ -1094,6 +1256,11 @@ extern "C" int sysctlbyname(const char* name, void* value, size_t* size, void* n
   if (*size < text.size() + 1) return -1;
   *size = text.size() + 1;
   std::memcpy(value, text.c_str(), *size);
+  return 0;
+}
+
+extern "C" int metal_sim_fstatfs(int, struct statfs* found) {
+  found->f_flags = metal_sim::options().local_volumes ? MNT_LOCAL : 0;
   return 0;
 }
 

@@ -21,13 +21,17 @@ struct Memory {
   char* bytes;
   size_t length;
   bool of_tensor;  // allocated by PyTorch: host code must not read it behind the stream's back
+  bool is_given = false;      // by newBufferWithBytesNoCopy: whole pages of the caller
+  bool is_read_only = false;  // which may be protected
 };
 
 void* new_tensor_buffer(size_t length);  // a retained id<MTLBuffer>
 void release_buffer(void* buffer);
 const Memory* find_memory(const void* buffer);  // null if this is not a live MTLBuffer
 void check_guards();                            // checks all guard words, and throws faults noted below
+void check_written(const void* buffer, const char* what);  // throws if these are pages that nothing may write
 size_t allocated_bytes();
+size_t given_bytes();  // of the caller's pages in buffers
 
 // ---- the stream's serial queue and its one encoder ----
 
@@ -112,6 +116,9 @@ struct Options {
   bool concurrent = false;       // encoders order dispatches only by barriers
   bool flushes = false;          // each commit drops the command buffer, and the stream makes another
   bool records = false;          // ops get a proxy of the encoder that records their calls
+  size_t max_buffer = size_t(9) << 30, working_set = size_t(16) << 30;
+  bool local_volumes = true;  // files are on this machine
+  bool takes_pages = true;    // newBufferWithBytesNoCopy succeeds
 };
 Options& options();
 

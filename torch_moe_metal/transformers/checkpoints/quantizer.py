@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ... import reference
 from ...all_or_nothing import all_or_nothing
+from ...file_pages import is_mapped, on_host
 from ...first_use import weights_arrived
 from ...formats import FORMATS
 from ...grad import warn_once
@@ -234,8 +235,8 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def joined_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state of a model whose experts keep gate and up as two tensors, as in a GGUF file, with the two joined. None
-    for other models: their state is saved unchanged."""
+    """The state of a model whose experts keep gate and up as two tensors, as in a GGUF file, with the two joined, or
+    whose weights are in Metal buffers over such a file. None for other models: their state is saved unchanged."""
     apart = {
         f"{name}.{PROJECTIONS['gate_up']}": module
         for name, module in packed_modules(model)
@@ -248,11 +249,13 @@ def joined_state(model: nn.Module) -> dict[str, Tensor] | None:
                 f"torch_moe_metal: save_pretrained: {name}: its blocks' columns are in another order than its input, "
                 "which only its GGUF file says: keep the file, or dequantize() the model first"
             )
-    if not apart:
+    state = model.state_dict()
+    if not apart and not any(map(is_mapped, state.values())):
         return None
+    hosted = {name: on_host(tensor) for name, tensor in state.items()}
     return {
         name: reference.joined(tensor, None, not apart[name].is_concatenated) if name in apart else tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in hosted.items()
     }
 
 

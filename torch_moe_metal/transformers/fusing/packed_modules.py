@@ -73,7 +73,7 @@ class PackedExperts(Packed):
 
     def __reduce_ex__(self, protocol):
         # These classes are made at run time, so a copy is made from the original class.
-        return rebuild, (self.original,), self.__dict__
+        return rebuild, (self.original,), self.__getstate__()
 
 
 def formats_text(module: Packed) -> str:

@@ -5,11 +5,13 @@ quantizer leaves the checkpoint to it, and `patch` fuses the modules that it mak
 """
 
 import copy
+import dataclasses
 from math import prod
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
+from transformers.integrations.accelerate import get_device
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as stock_dequantize
 from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS, Cast
@@ -20,13 +22,14 @@ from transformers.utils import logging
 
 from ....gguf import STAMPS, GgufFile, GgufTensor, architecture_of
 from ....gguf.hub import read
+from ....gguf.views import mapped
 from ....packed_layers import Permuted
 from ...fusing.experts import NAME, is_experts, why_not_packed
 from ...fusing.packed_modules import Parts, let_transformers_initialise
 from ..config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names
 from ..moe_metal import MoeMetal
 from ..patterns import within
-from ..quantizer import PackedQuantizer, naming
+from ..quantizer import PackedQuantizer, device_type, naming
 from ..sources import Sources, sources_of
 from .architectures import CONVERSIONS, JoinGateUp
 
@@ -101,7 +104,8 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
         self.dtype = dtype or (found.pop() if halves else torch.float32)
         return self.dtype
 
-    def _process_model_before_weight_loading(self, model, **kwargs):
+    def _process_model_before_weight_loading(self, model, device_map=None, **kwargs):
+        self.places = device_map or {"": "cpu"}  # now with a device for each module
         with naming(str(self.file.path)):
             self.mapping = self.convert(model.config)
             # Finding names changes the conversions, so it works on copies.
@@ -120,12 +124,35 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
     def get_state_dict(self, checkpoint_file: str, model: nn.Module) -> dict:
         """The model's tensors in the file: blocks and elements in the mapped pages, and tensors that become dense when
         read."""
-        found = {}
+        self.file.expect_as_read()
+        found, in_buffers = {}, self.in_metal_buffers()
         for name, given in self.sources.items():
             for tensor in given:
                 dense = tensor.is_packed and name not in self.packed
-                found[tensor.name] = Unpacked(tensor, self.dtype) if dense else tensor.mapped()
+                found[tensor.name] = Unpacked(tensor, self.dtype) if dense else in_buffers.get(tensor.name)
+                if found[tensor.name] is None:
+                    found[tensor.name] = tensor.mapped()
         return found
+
+    def in_metal_buffers(self) -> dict[str, Tensor]:
+        """The blocks of weights on mps, by the tensor's name, in Metal buffers over the file's pages."""
+        groups = [list(self.sources[name]) for name in self.packed if self.device_of(name) == "mps"]
+        if not groups:
+            return {}
+        found, said = mapped(groups, {stamp.file: stamp.size for stamp in self.file.stamps})
+        for line in said:
+            logger.warning(f"torch_moe_metal: {line}")
+        buffers = {file: set() for file in {tensor.file for tensor in self.file.tensors.values()}}
+        for name, tensor in found.items():
+            buffers[self.file.tensors[name].file].add(tensor.untyped_storage().data_ptr())
+        stamps = tuple(
+            dataclasses.replace(stamp, buffers=frozenset(buffers.get(stamp.file, ()))) for stamp in self.file.stamps
+        )
+        self.file = dataclasses.replace(self.file, stamps=stamps)
+        return found
+
+    def device_of(self, name: str) -> str:
+        return device_type(get_device(self.places, name))
 
     def update_weight_conversions(self, weight_conversions, model):
         return self.mapping

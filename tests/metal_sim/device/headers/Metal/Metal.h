@@ -61,7 +61,12 @@ typedef NS_OPTIONS(NSUInteger, MTLResourceUsage) {
   MTLResourceUsageWrite = 2,
 };
 
-@protocol MTLResource <NSObject>
+API_AVAILABLE(macos(15.0))
+@protocol MTLAllocation <NSObject>
+@property(readonly) NSUInteger allocatedSize;
+@end
+
+@protocol MTLResource <MTLAllocation>
 @property(nullable, copy, atomic) NSString* label;
 @property(readonly) id<MTLDevice> device;
 @property(readonly) MTLCPUCacheMode cpuCacheMode;
@@ -74,6 +79,24 @@ typedef NS_OPTIONS(NSUInteger, MTLResourceUsage) {
 @property(readonly) NSUInteger length;
 @property(readonly) uint64_t gpuAddress;
 - (void*)contents;
+@end
+
+API_AVAILABLE(macos(15.0))
+@interface MTLResidencySetDescriptor : NSObject <NSCopying>
+@property(nullable, copy, nonatomic) NSString* label;
+@property(readwrite, nonatomic) NSUInteger initialCapacity;
+@end
+
+API_AVAILABLE(macos(15.0))
+@protocol MTLResidencySet <NSObject>
+@property(readonly) id<MTLDevice> device;
+@property(nullable, readonly) NSString* label;
+@property(readonly) uint64_t allocatedSize;
+- (void)requestResidency;
+- (void)endResidency;
+- (void)addAllocation:(id<MTLAllocation>)allocation;
+- (void)removeAllAllocations;
+- (void)commit;
 @end
 
 // ---- libraries and functions ----
@@ -277,6 +300,13 @@ typedef NS_ENUM(NSInteger, MTLGPUFamily) {
 - (nullable id<MTLBuffer>)newBufferWithBytes:(const void*)pointer
                                       length:(NSUInteger)length
                                      options:(MTLResourceOptions)options;
+- (nullable id<MTLBuffer>)newBufferWithBytesNoCopy:(void*)pointer
+                                            length:(NSUInteger)length
+                                           options:(MTLResourceOptions)options
+                                       deallocator:(void (^_Nullable)(void* pointer, NSUInteger length))deallocator;
+- (nullable id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)descriptor
+                                                        error:(NSError* _Nullable* _Nullable)error
+    API_AVAILABLE(macos(15.0));
 - (nullable id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                         options:(nullable MTLCompileOptions*)options
                                           error:(NSError* _Nullable* _Nullable)error;
