@@ -63,8 +63,8 @@ def lengths(model) -> Iterator[list[int]]:
     hook.remove()
 
 
-def conversation(model, *arguments: str, template: str = served.TEMPLATE) -> chat.Chat:
-    talk = chat.Chat(model, served.tokenizer(template=template), options_of("--max-tokens", 12, *arguments))
+def conversation(model, *arguments: str, template: str = served.TEMPLATE, folder=None) -> chat.Chat:
+    talk = chat.Chat(model, served.tokenizer(template=template), options_of("--max-tokens", 12, *arguments), folder)
     talk.response_template = None  # a random model's answers have no format
     return talk
 

@@ -4,6 +4,7 @@ conversation are computed. Each line of a pipe is a turn; answers go to stdout, 
 import contextlib
 import signal
 import sys
+import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ import torch
 
 from .common.cli import UNSAMPLED, CannotRun, Waits, at_least_0, positive
 from .common.loading import add_model, check_model, context_of, load_model, load_tokenizer, loading, memory, say
+from .common.prefix_options import add_prefix_cache, check_prefix_cache, open_prefix_cache
 
 if TYPE_CHECKING:
+    from .common.prefix_folder import PrefixFolder
     from .common.prefixes import Prefix
 
 EXAMPLES = """
@@ -49,11 +52,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     said = "maximum tokens of an answer (default: all that fit into the context)"
     parser.add_argument("--max-tokens", type=positive, metavar="N", help=said)
     parser.add_argument("--seed", type=int, help="seed of the sampling; /reset restarts with it")
+    add_prefix_cache(parser)
 
 
 def run(options: Namespace) -> int:
     try:
         source = check_model(options)
+        check_prefix_cache(options)
         with loading(source.name, options.device):
             from ..transformers import patch
 
@@ -61,11 +66,15 @@ def run(options: Namespace) -> int:
             model = load_model(source, options)
             report = patch(model)
         say(report)
-        chat = Chat(model, processor, options)
+        template = getattr(processor, "chat_template", None)
+        chat = Chat(model, processor, options, open_prefix_cache(options, source, model, template))
         say(f"{memory(model)}; context: {chat.context:,} tokens")
-        if options.prompt is not None:
-            return 0 if chat.turn(options.prompt) else 1
-        converse(chat)
+        try:
+            if options.prompt is not None:
+                return 0 if chat.turn(options.prompt) else 1
+            converse(chat)
+        finally:
+            chat.prefixes.close()
     except CannotRun as reason:
         print(f"chat: {reason}", file=sys.stderr)
         return 2
@@ -106,7 +115,7 @@ def converse(chat: "Chat") -> None:
 class Chat:
     """A conversation: its messages, and the cache of the tokens computed so far."""
 
-    def __init__(self, model, processor, options: Namespace):
+    def __init__(self, model, processor, options: Namespace, folder: "PrefixFolder | None" = None):
         self.model = model
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.chat_template = self.tokenizer.chat_template or getattr(processor, "chat_template", None)
@@ -118,7 +127,9 @@ class Chat:
         self.ends = set(ends if isinstance(ends, list) else [ends])
         from .common.prefixes import Prefixes
 
-        self.prefixes = Prefixes(model)
+        self.prefixes, self.device = Prefixes(model, folder=folder), threading.Lock()
+        if folder is not None:
+            folder.turns = self.device
         self.reset()
 
     def reset(self) -> None:
@@ -162,7 +173,7 @@ class Chat:
         prefix = self.prefixes.take(ids)
         answer = Answer(self.tokenizer, self.ends, self.parser(ids), start, len(ids), len(ids) - len(prefix.ids))
         room = self.context - len(ids)
-        with until_interrupted() as stop:
+        with until_interrupted() as stop, self.device:
             for beginning in self.prefixes.before(prefix, ids, self.cuts(ids)):
                 self.generate(beginning, prefix, max_new_tokens=1, **UNSAMPLED)
                 prefix.note(beginning)
@@ -175,6 +186,7 @@ class Chat:
                 **self.sampling,
             )
         self.prefixes.give(prefix, output)
+        self.prefixes.settle()
         why = self.ending(output[-1], len(output) - len(ids), room, stop.wanted)
         say(f"[{answer}{why}]")
         return answer

@@ -11,12 +11,17 @@ beginning.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ...transformers.fusing.snapshots import Snapshot, can_crop, fork, restore, snapshot, tensors_of
 from .devices import free_memory
+
+if TYPE_CHECKING:
+    from .prefix_folder import PrefixFolder
 
 STEP = 2048  # tokens of a prompt between two snapshots
 MOST = 12  # snapshots of a conversation
@@ -35,6 +40,7 @@ class Prefix:
     ids: list[int] = field(default_factory=list)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by length, in rising order
     prompt: int = 0  # the length of its last prompt
+    path: Path | None = None  # its file, maybe of an earlier turn
 
     def note(self, ids: list[int]) -> None:
         """The cache now has these tokens. If it cannot be cropped, keep a snapshot."""
@@ -85,9 +91,9 @@ def least_useful(lengths: list[int]) -> int:
 class Prefixes:
     """The store. Its methods may be called on any thread."""
 
-    def __init__(self, model: PreTrainedModel, limit: float | None = None):
-        """`limit` in bytes; by default a quarter of the free memory."""
-        self.config = model.config.get_text_config(decoder=True)
+    def __init__(self, model: PreTrainedModel, limit: float | None = None, folder: "PrefixFolder | None" = None):
+        """`limit` in bytes; by default a quarter of the free memory. `folder` keeps them on disk as well."""
+        self.config, self.device = model.config.get_text_config(decoder=True), model.device
         self.limit = free_memory(model.device.type) / 4 if limit is None else limit
         self.entries: list[Prefix] = []  # the one that was used last is the last one
         self.lock = threading.Lock()
@@ -97,18 +103,22 @@ class Prefixes:
         self.continues = can_compute_in_pieces(model)
         self.works = usual and self.limit > 0 and self.continues and self.can_go_back()
         self.needs_cuts = self.works and not self.new().crops
+        self.folder = folder if self.works else None
 
     def can_go_back(self) -> bool:
         try:
-            snapshot(DynamicCache(config=self.config))
+            snapshot(self.new_cache())
         except TypeError:
             return False
         return True
 
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.config)
+
     def new(self) -> Prefix:
         if not self.works:
             return Prefix(None, False)
-        cache = DynamicCache(config=self.config)
+        cache = self.new_cache()
         return Prefix(cache, can_crop(cache))
 
     def take(self, ids: list[int]) -> Prefix:
@@ -120,8 +130,11 @@ class Prefixes:
         with self.lock:
             best = max(self.entries, key=lambda entry: entry.reach(ids), default=None)
             length = 0 if best is None else best.reach(ids)
+            stored = self.folder.find(ids, length, self.new_cache, self.device) if self.folder else None
+            if stored is not None:
+                best, length = stored, stored.reach(ids)
             if length and length >= best.prompt - BEGINNING:  # it goes on
-                self.entries.remove(best)
+                self.drop([best])
                 best.go_back(length)
                 found = best
             else:
@@ -158,9 +171,29 @@ class Prefixes:
         if not prefix.ids:
             return
         with self.lock:
-            self.entries = [entry for entry in self.entries if not contains(prefix, entry)] + [prefix]
+            self.drop([entry for entry in self.entries if contains(prefix, entry)])
+            self.entries.append(prefix)
+            if self.folder:
+                self.folder.keep(prefix)
             while self.entries and self.nbytes() > self.limit:
-                del self.entries[0]
+                leaving = self.entries.pop(0)
+                if self.folder:
+                    self.folder.leaves(leaving)
+
+    def drop(self, entries: list[Prefix]) -> None:
+        """They are of no use any more as they are."""
+        self.entries = [entry for entry in self.entries if entry not in entries]
+        for entry in entries if self.folder else ():
+            self.folder.goes_on(entry)
+
+    def settle(self) -> None:
+        """Wait until what has left the memory is on disk. Not within a turn of the device."""
+        if self.folder:
+            self.folder.settle()
+
+    def close(self) -> None:
+        if self.folder:
+            self.folder.close()
 
     def clear(self) -> None:
         with self.lock:

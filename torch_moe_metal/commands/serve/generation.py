@@ -26,6 +26,7 @@ from transformers.cli.serving.utils import (
 
 from ...transformers.versions import with_cache
 from ..common.cli import UNSAMPLED, CannotRun, Waits
+from ..common.prefix_folder import PrefixFolder
 from ..common.prefixes import Prefixes
 from .metrics import Metrics
 from .recovery import survive
@@ -86,12 +87,12 @@ def length_of(inputs: dict) -> int:
 class InTurns(Answers, GenerateManager):
     """Up to `parallel` requests at once, each with a `generate` and a cache of its own. They take turns."""
 
-    def __init__(
-        self, context: int, metrics: Metrics, parallel: int, model: torch.nn.Module, prefix_memory: float | None
-    ):
+    def __init__(self, context: int, metrics: Metrics, parallel: int, model: torch.nn.Module, prefixes: Prefixes):
         self.context, self.metrics, self.model, self.turns = context, metrics, model, Turns(model.device)
         self.running: set[TurnsStreamer] = set()
-        self.prefixes = Prefixes(model, prefix_memory)
+        self.prefixes = prefixes
+        if prefixes.folder is not None:
+            prefixes.folder.turns = self.turns
         self.threads = ThreadPoolExecutor(parallel, "generate")
         self.piece = PIECE if self.prefixes.continues else None
 
@@ -158,6 +159,7 @@ class InTurns(Answers, GenerateManager):
                 put(_StreamError(str(error)))
             self.running.discard(streamer)
             self.report(request_id, request, streamer)
+            self.prefixes.settle()
 
         request.started(streamer, put)
         self.threads.submit(run)
@@ -187,6 +189,7 @@ class InTurns(Answers, GenerateManager):
     def stop(self) -> None:
         """Wait for the threads, since the interpreter must not exit in the middle of an op."""
         self.threads.shutdown(cancel_futures=True)
+        self.prefixes.close()
 
 
 class Batched(Answers, CBGenerateManager):
@@ -270,9 +273,11 @@ class Generation(GenerationState):
         continuous_batching: bool,
         parallel: int,
         prefix_memory: float | None = None,
+        prefix_folder: PrefixFolder | None = None,
     ):
         super().__init__(continuous_batching=continuous_batching, cb_config=batching(context))
-        self.model, self.context, self.parallel, self.prefix_memory = model, context, parallel, prefix_memory
+        self.model, self.context, self.parallel = model, context, parallel
+        self.prefix_memory, self.prefix_folder = prefix_memory, prefix_folder
         self.requests: set[Request] = set()
         self.metrics = Metrics()
         self._in_turns: InTurns | None = None
@@ -282,7 +287,8 @@ class Generation(GenerationState):
             self._cb_manager = self._cb_manager or Batched(self.context, self.metrics, self._cb_config)
             return self._cb_manager
         if self._in_turns is None:
-            self._in_turns = InTurns(self.context, self.metrics, self.parallel, self.model, self.prefix_memory)
+            prefixes = Prefixes(self.model, self.prefix_memory, self.prefix_folder)
+            self._in_turns = InTurns(self.context, self.metrics, self.parallel, self.model, prefixes)
         return self._in_turns
 
     def fail_all(self) -> None:
