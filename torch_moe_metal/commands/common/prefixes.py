@@ -23,6 +23,7 @@ from .devices import free_memory
 if TYPE_CHECKING:
     from .prefix_folder import PrefixFolder
 
+PIECE = 1024  # tokens of a prompt that are computed at once
 STEP = 2048  # tokens of a prompt between two snapshots
 MOST = 12  # snapshots of a conversation
 SHORTEST = 16  # a shorter common beginning of two conversations is computed again

@@ -35,7 +35,7 @@ class Models(ModelManager):
         self.template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
         self.form = self.find_form(tokenizer)
         self.constraints = Constraints(self)
-        self.context = context_of(self.model, options.context)
+        self.context = self.longest = context_of(self.model, options.context)
         defaults = self.model.generation_config
         if defaults.pad_token_id is None and defaults.eos_token_id is not None:  # `generate` warns of it each time
             ends = defaults.eos_token_id
