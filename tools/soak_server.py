@@ -99,7 +99,7 @@ def soak(client: Client, process: psutil.Process, options: argparse.Namespace) -
     limit = 0 if options.continuous_batching else options.prefix_memory * 1e9
     allowed = 1.1 * (process.memory_info().rss + limit + PARALLEL * MOST_MIB * 2**20) / 2**20
     with ThreadPoolExecutor(options.clients) as pool:
-        while len(samples) < 6 or samples[-1].seconds < seconds or samples[-1].requests < options.requests:
+        while len(samples) < 6 or samples[-1].seconds < seconds or client.done.total() < options.requests:
             until = time.monotonic() + max(seconds, 30) / 30
             while True:
                 sent = [pool.submit(client, next(seeds)) for _ in range(2 * options.clients)]

@@ -122,18 +122,20 @@ class Prefixes:
         cache = self.new_cache()
         return Prefix(cache, can_crop(cache))
 
-    def take(self, ids: list[int]) -> Prefix:
-        """What there is of a prompt's beginning, without its last token, which is computed for its logits. It is the
-        caller's until `give`."""
-        ids = ids[:-1]
+    def forget_images(self) -> None:
+        """transformers would add what it keeps of the last prompt's images to the positions of the next one."""
         for module in self.with_images:
-            module.rope_deltas = None  # of the last prompt's images: transformers would add it to these positions
+            module.rope_deltas = None
+
+    def take(self, ids: list[int], start: Callable[[int], int] = lambda length: length) -> Prefix:
+        """What there is of a prompt's beginning, without its last token, which is computed for its logits. It is the
+        caller's until `give`. A prompt whose first tokens are known to a length can be computed from `start` on."""
+        ids = ids[:-1]
+        self.forget_images()
         with self.lock:
-            best = max(self.entries, key=lambda entry: entry.reach(ids), default=None)
-            length = 0 if best is None else best.reach(ids)
-            stored = self.folder.find(ids, length, self.new_cache, self.device) if self.folder else None
-            if stored is not None:
-                best, length = stored, stored.reach(ids)
+            best, length = self.best(ids)
+            if (earlier := start(length)) != length:
+                best, length = self.best(ids[:earlier])
             if length and length >= best.prompt - BEGINNING:  # it goes on
                 self.drop([best])
                 best.go_back(length)
@@ -142,6 +144,13 @@ class Prefixes:
                 found = best.beginning(length) if length >= SHORTEST else self.new()
         found.prompt = len(ids)
         return found
+
+    def best(self, ids: list[int]) -> tuple[Prefix | None, int]:
+        """The prefix that reaches farthest, in memory or on disk, and how far."""
+        best = max(self.entries, key=lambda entry: entry.reach(ids), default=None)
+        length = 0 if best is None else best.reach(ids)
+        stored = self.folder.find(ids, length, self.new_cache, self.device) if self.folder else None
+        return (best, length) if stored is None else (stored, stored.reach(ids))
 
     def before(self, prefix: Prefix, ids: list[int], cuts: Sequence[int]) -> list[list[int]]:
         """The beginnings of a prompt that are computed before it, each followed by a snapshot."""

@@ -13,6 +13,7 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from ...transformers.versions import with_cache
 from ..common.cli import UNSAMPLED, Waits
 from ..common.prefixes import PIECE, Prefix, Prefixes
+from .images import TEXT, Images
 from .manager import Answers, length_of, logger
 from .metrics import Metrics
 from .requests import Request, current
@@ -20,7 +21,6 @@ from .sampling import Changing
 from .streamers import TurnsStreamer
 from .turns import Turns, with_turns
 
-TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # the inputs of a prompt without images
 BETWEEN = 5.0  # seconds between two lines about a long prompt
 
 
@@ -78,9 +78,9 @@ class InTurns(Answers, GenerateManager):
         }
 
     def reuses(self, inputs: dict, gen_config: GenerationConfig | None = None) -> bool:
-        """Whether a prompt may begin with what was computed for another one. Images are not in its tokens."""
+        """Whether a prompt may begin with what was computed for another one."""
         uses_cache = gen_config is None or gen_config.use_cache is not False
-        return self.prefixes.works and inputs.keys() <= TEXT and uses_cache
+        return self.prefixes.works and uses_cache and Images(inputs).known
 
     def needs_cuts(self, inputs: dict) -> bool:
         return self.prefixes.needs_cuts and self.reuses(inputs)
@@ -109,7 +109,8 @@ class Running:
     ):
         self.manager, self.request, self.request_id, self.streamer = manager, request, request_id, streamer
         self.inputs, self.arguments, self.config = inputs, arguments, arguments["generation_config"]
-        self.ids: list[int] = inputs["input_ids"][0].tolist()
+        self.images = Images(inputs)
+        self.ids = self.images.key(inputs["input_ids"][0].tolist())
         self.prefix: Prefix | None = None
         self.pieces, self.logged = 0, time.monotonic()
 
@@ -126,16 +127,17 @@ class Running:
         if not self.manager.reuses(self.inputs, self.config):
             model.generate(**tensors, **self.arguments)
             return
-        self.prefix = prefix = prefixes.take(self.ids)
+        self.prefix = prefix = prefixes.take(self.ids, self.images.start)
         self.request.reused, cached = len(prefix.ids), with_cache(prefix.cache)
         of_beginnings = {name: value for name, value in self.arguments.items() if name == "generation_mode"} | UNSAMPLED
         of_beginnings |= {"max_new_tokens": 1, "prefill_chunk_size": self.config.prefill_chunk_size}
         try:
             for beginning in prefixes.before(prefix, self.ids, self.request.cuts):
-                first = {name: value[:, : len(beginning)] for name, value in tensors.items()}
-                model.generate(**first, **cached, **of_beginnings)
-                prefix.note(beginning)
-            model.generate(**tensors, **cached, **self.arguments)
+                if (first := self.images.begin(tensors, len(prefix.ids), len(beginning))) is not None:
+                    model.generate(**first, **cached, **of_beginnings)
+                    prefix.note(beginning)
+                    prefixes.forget_images()
+            model.generate(**self.images.begin(tensors, len(prefix.ids), len(self.ids)), **cached, **self.arguments)
         except _GenerationCancelled:  # between two forwards, so the cache is whole
             prefixes.give(prefix, self.ids + self.streamer.ids)
             raise
