@@ -23,7 +23,7 @@ import torch_moe_metal
 from tiny_models import tiny_model
 from torch_moe_metal.commands import chat
 from torch_moe_metal.commands.command_line import main
-from torch_moe_metal.commands.common import cli
+from torch_moe_metal.commands.common import cli, prefixes
 
 #: Only the last part of an answer is kept, because templates of reasoning models drop the reasoning.
 FORGETS = served.TEMPLATE.replace(
@@ -63,8 +63,8 @@ def lengths(model) -> Iterator[list[int]]:
     hook.remove()
 
 
-def conversation(model, *arguments: str, template: str = served.TEMPLATE) -> chat.Chat:
-    talk = chat.Chat(model, served.tokenizer(template=template), options_of("--max-tokens", 12, *arguments))
+def conversation(model, *arguments: str, template: str = served.TEMPLATE, folder=None) -> chat.Chat:
+    talk = chat.Chat(model, served.tokenizer(template=template), options_of("--max-tokens", 12, *arguments), folder)
     talk.response_template = None  # a random model's answers have no format
     return talk
 
@@ -210,6 +210,21 @@ def test_an_interrupted_prompt_is_dropped(model):
     hook.remove()
     assert talk.messages == before
     assert talk.turn("and then?").message["content"] == alone(talk, talk.messages[:-1])
+
+
+def test_a_long_prompt_comes_in_pieces(model, lengths: list[int], capsys, monkeypatch):
+    """Its progress is shown, and Ctrl-C keeps the pieces that are computed."""
+    monkeypatch.setattr(prefixes, "PIECE", 16)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    talk = conversation(model)
+    lengths.clear()  # of the test whether the model can do this
+    hook = interrupting(model, token=2, layer=1, times=1)
+    assert talk.turn("hello, how are you today?") is None and lengths == [16, 16]
+    hook.remove()
+    assert "] 16/43  tokens of the prompt" in capsys.readouterr().err
+    answer = talk.turn("hello, how are you today?")
+    assert (answer.prompt, answer.computed, lengths[2]) == (43, 11, 11)
+    assert answer.message["content"] == alone(talk, talk.messages[:-1])
 
 
 def test_the_context_ends(model, capsys):

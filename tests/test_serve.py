@@ -551,11 +551,12 @@ def test_wrong_arguments_give_one_line(folder: Path, tmp_path: Path, capsys, mon
         assert last.startswith("serve: ") and expected in last, last
 
 
-@pytest.mark.slow
-def test_a_model_without_a_paged_cache_gives_one_line(tmp_path: Path, capsys):
-    folder = served.checkpoint(tmp_path, "qwen3_next")
-    assert main(["serve", str(folder), "--device", "cpu", "--port", "0", "--continuous-batching"]) == 2
-    assert "serve: --continuous-batching: Invalid layer type: linear_attention" in capsys.readouterr().err
+def test_answers_of_a_model_without_a_paged_cache_take_turns(tmp_path: Path, capsys):
+    source = Source.of(str(served.checkpoint(tmp_path, "qwen3_next")))
+    with served.ServerThread(source, batched=True, context=2048) as server:
+        (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("--continuous-batching")]
+        assert line == "--continuous-batching: Invalid layer type: linear_attention; answers take turns instead"
+        assert chat(server).usage.completion_tokens == 24
 
 
 def test_missing_packages_give_one_line(folder: Path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Answers that `serve` computes at once: they take turns, and prompts are computed in pieces."""
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,11 @@ import torch
 
 import served
 import torch_moe_metal
-from test_serve import HELLO, LONG, chat, client, collect, text_of
+from test_serve import HELLO, LONG, chat, client, collect, raw, text_of
 from tiny_models import FAMILIES, tiny_model, tokens
 from torch_moe_metal.commands.common.loading import Source
 from torch_moe_metal.commands.common.prefixes import can_compute_in_pieces
-from torch_moe_metal.commands.serve import generation
+from torch_moe_metal.commands.serve import in_turns
 from torch_moe_metal.commands.serve.turns import Turns, with_turns
 
 PIECE = 16
@@ -33,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 def server(folder: Path) -> Iterator[served.ServerThread]:
     """Prompts are computed in small pieces."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(generation, "PIECE", PIECE)
+        patched.setattr(in_turns, "PIECE", PIECE)
         with served.ServerThread(Source.of(str(folder)), context=40000) as server:
             yield server
 
@@ -175,12 +176,22 @@ def test_a_client_that_disconnects_ends_its_prompt(server, monkeypatch):
     with ThreadPoolExecutor(1) as threads:
         abandoned = threads.submit(chat, server, messages=WORDS, timeout=1)
         assert begun.wait(20)
+        assert raw(server, "/health", method="GET") == (200, b'{"status":"ok"}')
         with pytest.raises(openai.APITimeoutError):
             abandoned.result()
     wait_until(lambda: not server.generation.requests)
     go_on.set()
     assert server.becomes_idle()
     assert sizes == [PIECE]
+
+
+def test_the_progress_of_a_long_prompt_is_logged(server, caplog, monkeypatch):
+    monkeypatch.setattr(in_turns, "BETWEEN", -1.0)
+    server.generation.get_manager("").prefixes.clear()
+    with caplog.at_level("INFO", "uvicorn.error"):
+        prompt = chat(server, messages=WORDS, max_tokens=1).usage.prompt_tokens
+    found = re.findall(r"(\d+) of the prompt's (\d+) tokens are computed", caplog.text)
+    assert found == [(str(done), str(prompt)) for done in range(0, prompt, PIECE)]
 
 
 @pytest.mark.parametrize(("family", "expected"), [("qwen3_next", True), ("minimax", False)])

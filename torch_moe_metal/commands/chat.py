@@ -4,6 +4,7 @@ conversation are computed. Each line of a pipe is a turn; answers go to stdout, 
 import contextlib
 import signal
 import sys
+import threading
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
@@ -14,8 +15,11 @@ import torch
 
 from .common.cli import UNSAMPLED, CannotRun, Waits, at_least_0, positive
 from .common.loading import add_model, check_model, context_of, load_model, load_tokenizer, loading, memory, say
+from .common.prefix_options import add_prefix_cache, check_prefix_cache, open_prefix_cache
+from .common.progress import Progress
 
 if TYPE_CHECKING:
+    from .common.prefix_folder import PrefixFolder
     from .common.prefixes import Prefix
 
 EXAMPLES = """
@@ -49,11 +53,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     said = "maximum tokens of an answer (default: all that fit into the context)"
     parser.add_argument("--max-tokens", type=positive, metavar="N", help=said)
     parser.add_argument("--seed", type=int, help="seed of the sampling; /reset restarts with it")
+    add_prefix_cache(parser)
 
 
 def run(options: Namespace) -> int:
     try:
         source = check_model(options)
+        check_prefix_cache(options)
         with loading(source.name, options.device):
             from ..transformers import patch
 
@@ -61,11 +67,15 @@ def run(options: Namespace) -> int:
             model = load_model(source, options)
             report = patch(model)
         say(report)
-        chat = Chat(model, processor, options)
+        template = getattr(processor, "chat_template", None)
+        chat = Chat(model, processor, options, open_prefix_cache(options, source, model, template))
         say(f"{memory(model)}; context: {chat.context:,} tokens")
-        if options.prompt is not None:
-            return 0 if chat.turn(options.prompt) else 1
-        converse(chat)
+        try:
+            if options.prompt is not None:
+                return 0 if chat.turn(options.prompt) else 1
+            converse(chat)
+        finally:
+            chat.prefixes.close()
     except CannotRun as reason:
         print(f"chat: {reason}", file=sys.stderr)
         return 2
@@ -106,7 +116,7 @@ def converse(chat: "Chat") -> None:
 class Chat:
     """A conversation: its messages, and the cache of the tokens computed so far."""
 
-    def __init__(self, model, processor, options: Namespace):
+    def __init__(self, model, processor, options: Namespace, folder: "PrefixFolder | None" = None):
         self.model = model
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.chat_template = self.tokenizer.chat_template or getattr(processor, "chat_template", None)
@@ -118,7 +128,9 @@ class Chat:
         self.ends = set(ends if isinstance(ends, list) else [ends])
         from .common.prefixes import Prefixes
 
-        self.prefixes = Prefixes(model)
+        self.prefixes, self.device = Prefixes(model, folder=folder), threading.Lock()
+        if folder is not None:
+            folder.turns = self.device
         self.reset()
 
     def reset(self) -> None:
@@ -160,37 +172,64 @@ class Chat:
 
     def answer(self, ids: list[int], start: float) -> "Answer":
         prefix = self.prefixes.take(ids)
-        answer = Answer(self.tokenizer, self.ends, self.parser(ids), start, len(ids), len(ids) - len(prefix.ids))
-        room = self.context - len(ids)
-        with until_interrupted() as stop:
-            for beginning in self.prefixes.before(prefix, ids, self.cuts(ids)):
-                self.generate(beginning, prefix, max_new_tokens=1, **UNSAMPLED)
-                prefix.note(beginning)
-            output = self.generate(
-                ids,
-                prefix,
-                max_new_tokens=min(self.most or room, room),
-                streamer=answer,
-                stopping_criteria=[stop],
-                **self.sampling,
-            )
+        new, room = len(ids) - len(prefix.ids), self.context - len(ids)
+        answer = Answer(self.tokenizer, self.ends, self.parser(ids), start, len(ids), new)
+        with until_interrupted() as stop, self.device:
+            model = self.in_pieces(ids, prefix, answer, stop)
+            try:
+                for beginning in self.prefixes.before(prefix, ids, self.cuts(ids)):
+                    self.generate(model, beginning, prefix, max_new_tokens=1, **UNSAMPLED)
+                    prefix.note(beginning)
+                output = self.generate(
+                    model,
+                    ids,
+                    prefix,
+                    max_new_tokens=min(self.most or room, room),
+                    streamer=answer,
+                    stopping_criteria=[stop],
+                    **self.sampling,
+                )
+            except Stopped:  # between two forwards, so the cache is whole
+                self.prefixes.give(prefix, ids)
+                raise KeyboardInterrupt from None
+            finally:
+                answer.bar.clear()
         self.prefixes.give(prefix, output)
+        self.prefixes.settle()
         why = self.ending(output[-1], len(output) - len(ids), room, stop.wanted)
         say(f"[{answer}{why}]")
         return answer
+
+    def in_pieces(self, ids: list[int], prefix: "Prefix", answer: "Answer", stop: "Stop"):
+        """The model, which shows how much of a long prompt is computed, and stops between its pieces."""
+        from .common.prefixes import PIECE
+        from .serve.turns import with_turns
+
+        def before_forward() -> None:
+            if answer.times:
+                return
+            if stop.wanted:
+                raise Stopped
+            self.prefixes.note_step(prefix, ids)
+            if prefix.cache is not None and answer.computed > PIECE:
+                answer.bar.show(prefix.cache.get_seq_length(), "tokens of the prompt")
+
+        return with_turns(self.model, before_forward)
 
     def cuts(self, ids: list[int]) -> list[int]:
         from .common.prefixes import cuts
 
         return cuts(self.messages, ids, self.encode) if self.prefixes.needs_cuts else []
 
-    def generate(self, ids: list[int], prefix: "Prefix", **options) -> list[int]:
+    def generate(self, model, ids: list[int], prefix: "Prefix", **options) -> list[int]:
         """These tokens and those that follow."""
         from ..transformers.versions import with_cache
+        from .common.prefixes import PIECE
 
         prompt = torch.tensor([ids], device=self.model.device)
-        return self.model.generate(
+        return model.generate(
             prompt,
+            prefill_chunk_size=PIECE if self.prefixes.continues and len(ids) > PIECE else None,
             attention_mask=torch.ones_like(prompt),
             pad_token_id=self.tokenizer.pad_token_id or 0,
             logits_processor=[Waits()],
@@ -242,6 +281,10 @@ def response_template(tokenizer, model) -> dict | None:
     return get_response_template(tokenizer, model)
 
 
+class Stopped(Exception):
+    """Ctrl-C before the first token."""
+
+
 @dataclass
 class Stop:
     """A stopping criterion of `generate`."""
@@ -254,8 +297,8 @@ class Stop:
 
 @contextlib.contextmanager
 def until_interrupted() -> Iterator[Stop]:
-    """The first Ctrl-C ends the answer after a complete token, so that the cache stays valid. A second one, while a
-    long prompt is computed, raises."""
+    """The first Ctrl-C ends the answer after a complete token, or after a piece of the prompt, so that the cache stays
+    valid. A second one before that raises."""
     stop = Stop()
 
     def interrupt(number: int, frame: object) -> None:
@@ -279,6 +322,7 @@ class Answer:
     def __init__(self, tokenizer, ends: set[int], parser, start: float, prompt: int, computed: int):
         self.tokenizer, self.ends, self.parser, self.start = tokenizer, ends, parser, start
         self.prompt, self.computed = prompt, computed  # tokens of the prompt, and those of them that had to be computed
+        self.bar = Progress(prompt, wanted=True)
         self.times: list[float] | None = None  # time of each token; None until the prompt has been received
         self.ids: list[int] = []
         self.decoded = 0, 0  # start and end of the last piece of text
@@ -291,6 +335,8 @@ class Answer:
         if self.times is None:
             self.times = []
             return
+        if not self.times:
+            self.bar.clear()
         self.times.append(time.perf_counter())
         self.ids += (i for i in ids.tolist() if i not in self.ends)
         self.show_text(whole=True)

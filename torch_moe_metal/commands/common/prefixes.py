@@ -11,6 +11,8 @@ beginning.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -18,6 +20,10 @@ from transformers import DynamicCache, PreTrainedModel
 from ...transformers.fusing.snapshots import Snapshot, can_crop, fork, restore, snapshot, tensors_of
 from .devices import free_memory
 
+if TYPE_CHECKING:
+    from .prefix_folder import PrefixFolder
+
+PIECE = 1024  # tokens of a prompt that are computed at once
 STEP = 2048  # tokens of a prompt between two snapshots
 MOST = 12  # snapshots of a conversation
 SHORTEST = 16  # a shorter common beginning of two conversations is computed again
@@ -35,6 +41,7 @@ class Prefix:
     ids: list[int] = field(default_factory=list)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by length, in rising order
     prompt: int = 0  # the length of its last prompt
+    path: Path | None = None  # its file, maybe of an earlier turn
 
     def note(self, ids: list[int]) -> None:
         """The cache now has these tokens. If it cannot be cropped, keep a snapshot."""
@@ -85,9 +92,9 @@ def least_useful(lengths: list[int]) -> int:
 class Prefixes:
     """The store. Its methods may be called on any thread."""
 
-    def __init__(self, model: PreTrainedModel, limit: float | None = None):
-        """`limit` in bytes; by default a quarter of the free memory."""
-        self.config = model.config.get_text_config(decoder=True)
+    def __init__(self, model: PreTrainedModel, limit: float | None = None, folder: "PrefixFolder | None" = None):
+        """`limit` in bytes; by default a quarter of the free memory. `folder` keeps them on disk as well."""
+        self.config, self.device = model.config.get_text_config(decoder=True), model.device
         self.limit = free_memory(model.device.type) / 4 if limit is None else limit
         self.entries: list[Prefix] = []  # the one that was used last is the last one
         self.lock = threading.Lock()
@@ -97,37 +104,53 @@ class Prefixes:
         self.continues = can_compute_in_pieces(model)
         self.works = usual and self.limit > 0 and self.continues and self.can_go_back()
         self.needs_cuts = self.works and not self.new().crops
+        self.folder = folder if self.works else None
 
     def can_go_back(self) -> bool:
         try:
-            snapshot(DynamicCache(config=self.config))
+            snapshot(self.new_cache())
         except TypeError:
             return False
         return True
 
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.config)
+
     def new(self) -> Prefix:
         if not self.works:
             return Prefix(None, False)
-        cache = DynamicCache(config=self.config)
+        cache = self.new_cache()
         return Prefix(cache, can_crop(cache))
 
-    def take(self, ids: list[int]) -> Prefix:
-        """What there is of a prompt's beginning, without its last token, which is computed for its logits. It is the
-        caller's until `give`."""
-        ids = ids[:-1]
+    def forget_images(self) -> None:
+        """transformers would add what it keeps of the last prompt's images to the positions of the next one."""
         for module in self.with_images:
-            module.rope_deltas = None  # of the last prompt's images: transformers would add it to these positions
+            module.rope_deltas = None
+
+    def take(self, ids: list[int], start: Callable[[int], int] = lambda length: length) -> Prefix:
+        """What there is of a prompt's beginning, without its last token, which is computed for its logits. It is the
+        caller's until `give`. A prompt whose first tokens are known to a length can be computed from `start` on."""
+        ids = ids[:-1]
+        self.forget_images()
         with self.lock:
-            best = max(self.entries, key=lambda entry: entry.reach(ids), default=None)
-            length = 0 if best is None else best.reach(ids)
+            best, length = self.best(ids)
+            if (earlier := start(length)) != length:
+                best, length = self.best(ids[:earlier])
             if length and length >= best.prompt - BEGINNING:  # it goes on
-                self.entries.remove(best)
+                self.drop([best])
                 best.go_back(length)
                 found = best
             else:
                 found = best.beginning(length) if length >= SHORTEST else self.new()
         found.prompt = len(ids)
         return found
+
+    def best(self, ids: list[int]) -> tuple[Prefix | None, int]:
+        """The prefix that reaches farthest, in memory or on disk, and how far."""
+        best = max(self.entries, key=lambda entry: entry.reach(ids), default=None)
+        length = 0 if best is None else best.reach(ids)
+        stored = self.folder.find(ids, length, self.new_cache, self.device) if self.folder else None
+        return (best, length) if stored is None else (stored, stored.reach(ids))
 
     def before(self, prefix: Prefix, ids: list[int], cuts: Sequence[int]) -> list[list[int]]:
         """The beginnings of a prompt that are computed before it, each followed by a snapshot."""
@@ -158,9 +181,29 @@ class Prefixes:
         if not prefix.ids:
             return
         with self.lock:
-            self.entries = [entry for entry in self.entries if not contains(prefix, entry)] + [prefix]
+            self.drop([entry for entry in self.entries if contains(prefix, entry)])
+            self.entries.append(prefix)
+            if self.folder:
+                self.folder.keep(prefix)
             while self.entries and self.nbytes() > self.limit:
-                del self.entries[0]
+                leaving = self.entries.pop(0)
+                if self.folder:
+                    self.folder.leaves(leaving)
+
+    def drop(self, entries: list[Prefix]) -> None:
+        """They are of no use any more as they are."""
+        self.entries = [entry for entry in self.entries if entry not in entries]
+        for entry in entries if self.folder else ():
+            self.folder.goes_on(entry)
+
+    def settle(self) -> None:
+        """Wait until what has left the memory is on disk. Not within a turn of the device."""
+        if self.folder:
+            self.folder.settle()
+
+    def close(self) -> None:
+        if self.folder:
+            self.folder.close()
 
     def clear(self) -> None:
         with self.lock:

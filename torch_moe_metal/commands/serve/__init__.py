@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 from ..common.cli import CannotRun, at_least_0, positive
 from ..common.loading import add_model, check_model, loading, say
+from ..common.prefix_options import add_prefix_cache, check_prefix_cache, open_prefix_cache
 
 KEY = "TORCH_MOE_METAL_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
@@ -44,6 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     prefixes = "memory for the caches of earlier prompts, so that a conversation's beginning is not computed again; 0: "
     prefixes += "none (default: a quarter of the memory that is free when the model is loaded)"
     parser.add_argument("--prefix-memory", type=at_least_0, metavar="GB", help=prefixes)
+    add_prefix_cache(parser)
     alias = "another name of the model that clients may send; may be repeated; '*' accepts every name"
     parser.add_argument("--alias", action="append", default=[], metavar="NAME", help=alias)
     parser.add_argument("--enable-cors", action="store_true", help="let web pages of any origin use the server")
@@ -55,6 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     try:
         source = check_model(options)
+        check_prefix_cache(options)
         if missing := [name for name in NEEDED if find_spec(name) is None]:
             raise CannotRun(f"not installed: {', '.join(missing)}: pip install 'torch_moe_metal[serve]'")
         with listener(options.host, options.port) as listening:
@@ -92,8 +95,9 @@ def serve(source, options: Namespace, listening: socket.socket) -> int:
         if options.continuous_batching and options.context is None:
             models.context = min(models.context, MAX_SHARED)
         prefix_memory = None if options.prefix_memory is None else options.prefix_memory * 1e9
+        folder = open_prefix_cache(options, source, models.model, models.template)
         batching, parallel = options.continuous_batching, options.parallel
-        generation = Generation(models.model, models.context, batching, parallel, prefix_memory)
+        generation = Generation(models.model, models.context, batching, parallel, prefix_memory, folder)
     say(models)
     say("Generating the first tokens ...")
     warm_up(models, generation)

@@ -10,8 +10,8 @@ from transformers.cli.serving.utils import Modality
 from . import anthropic_answers as answers
 from . import anthropic_requests as requests
 from . import fields, prompts
-from .generation import length_of
 from .handlers import Chat, forced_tools
+from .manager import length_of
 from .requests import current
 from .values import expect
 

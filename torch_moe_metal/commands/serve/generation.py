@@ -6,187 +6,25 @@ text before a stop string, and take an answer that is not streamed from the same
 """
 
 import asyncio
-import contextlib
 import functools
-import logging
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
-from transformers.cli.serving.utils import (
-    CBGenerateManager,
-    CBWorkerDeadError,
-    GenerateManager,
-    GenerationState,
-    _GenerationCancelled,
-    _StreamError,
-    build_response_parser,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState
 
-from ...transformers.versions import with_cache
-from ..common.cli import UNSAMPLED, CannotRun, Waits
-from ..common.prefixes import Prefixes
+from ..common.cli import CannotRun
+from ..common.prefix_folder import PrefixFolder
+from ..common.prefixes import PIECE, Prefixes
+from .in_turns import InTurns
+from .manager import Answers
 from .metrics import Metrics
 from .recovery import survive
-from .requests import STOPPED, Failed, Refused, Request, current
-from .sampling import GREEDY, SHARED, Changing, install, sampling
-from .stopping import cut
-from .streamers import BatchedStreamer, StoppingQueue, TurnsStreamer
-from .turns import Turns, with_turns
+from .requests import STOPPED, Request, current
+from .sampling import GREEDY, SHARED, install, sampling
+from .streamers import BatchedStreamer, StoppingQueue
 
-logger = logging.getLogger("uvicorn.error")
 PAGE = 256  # tokens of a page of the paged cache, transformers' default
-PIECE = 1024  # tokens of a prompt that are computed at once, also in a step of continuous batching
-TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # the inputs of a prompt without images
-
-
-class Answers:
-    """Both managers: the limit of context, and answers in one piece, which are collected from a stream."""
-
-    context: int
-    metrics: Metrics
-
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        request, parser = current.get(), None
-        if request.chat and (request.stops or request.one_call or request.recorder):  # which do not apply to reasoning
-            parser = build_response_parser(processor, model, inputs["input_ids"])
-        queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id, parser)
-        while (item := await queue.get()) is not None:
-            if isinstance(item, _StreamError):
-                raise Failed(item.msg)
-            request.entries += getattr(item, "entries", [])
-        ids = list(streamer.ids[: streamer.total_tokens])
-        text = processor.decode(ids, skip_special_tokens=True)
-        return cut(text, request.stops), length_of(inputs), ids
-
-    def limit(self, inputs: dict, gen_config: GenerationConfig) -> None:
-        """Refuse a prompt that does not fit the context, and end the answer where the context ends."""
-        length = current.get().prompt = length_of(inputs)
-        if length == 0:
-            raise Refused(400, "the prompt has no tokens", param=current.get().required)
-        if length >= self.context:
-            message = f"expected a prompt of fewer than {self.context} tokens, the context, got {length}"
-            raise Refused(400, message, "context_length_exceeded", current.get().required)
-        gen_config.max_length, room = None, self.context - length
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
-
-    def report(self, request_id: str, request: Request, streamer: TurnsStreamer | BatchedStreamer) -> None:
-        """Log and count a generation that has ended."""
-        times = streamer.times
-        logger.info("%s: %d tokens, %d of them reused; %s", request_id, request.prompt, request.reused, times)
-        self.metrics.generated(request.prompt, request.reused, times)
-
-
-def length_of(inputs: dict) -> int:
-    ids = inputs["input_ids"]
-    return len(ids) if isinstance(ids, list) else ids.shape[-1]
-
-
-class InTurns(Answers, GenerateManager):
-    """Up to `parallel` requests at once, each with a `generate` and a cache of its own. They take turns."""
-
-    def __init__(
-        self, context: int, metrics: Metrics, parallel: int, model: torch.nn.Module, prefix_memory: float | None
-    ):
-        self.context, self.metrics, self.model, self.turns = context, metrics, model, Turns(model.device)
-        self.running: set[TurnsStreamer] = set()
-        self.prefixes = Prefixes(model, prefix_memory)
-        self.threads = ThreadPoolExecutor(parallel, "generate")
-        self.piece = PIECE if self.prefixes.continues else None
-
-    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        self.limit(inputs, gen_config)
-        request, loop, queue = current.get(), asyncio.get_running_loop(), asyncio.Queue()
-        streamer = TurnsStreamer(processor, loop, queue, response_parser, request)
-        arguments = {"streamer": streamer, "generation_config": gen_config, "tokenizer": processor}
-        changing = [Changing(request.changes)] if request.changes else []
-        arguments["logits_processor"] = LogitsProcessorList([*changing, Waits()])
-        if hasattr(model, "has_talker"):  # it would speak as well
-            arguments["generation_mode"] = "text"
-        gen_config.prefill_chunk_size = self.piece if self.comes_in_pieces(inputs, gen_config) else None
-        ids = inputs["input_ids"][0].tolist()
-        reuses = self.reuses(inputs, gen_config)
-        of_beginnings = {name: value for name, value in arguments.items() if name == "generation_mode"} | UNSAMPLED
-        of_beginnings |= {"max_new_tokens": 1, "prefill_chunk_size": gen_config.prefill_chunk_size}
-
-        def put(item: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(queue.put_nowait, item)
-
-        prefix = None
-
-        def before_forward() -> None:
-            if prefix is not None:
-                self.prefixes.note_step(prefix, ids)
-            if not streamer.ids:  # on mps `generate` waits for tokens, and would queue all pieces of a prompt
-                self.turns.finish()
-            self.turns.give_way()
-            streamer.check()
-
-        def generate() -> None:
-            nonlocal prefix
-            own = with_turns(self.model, before_forward)
-            tensors = inputs.to(own.device)
-            if not reuses:
-                own.generate(**tensors, **arguments)
-                return
-            prefix = self.prefixes.take(ids)
-            request.reused, cached = len(prefix.ids), with_cache(prefix.cache)
-            try:
-                for beginning in self.prefixes.before(prefix, ids, request.cuts):
-                    first = {name: value[:, : len(beginning)] for name, value in tensors.items()}
-                    own.generate(**first, **cached, **of_beginnings)
-                    prefix.note(beginning)
-                own.generate(**tensors, **cached, **arguments)
-            except _GenerationCancelled:  # between two forwards, so the cache is whole
-                self.prefixes.give(prefix, ids + streamer.ids)
-                raise
-            self.prefixes.give(prefix, ids + streamer.ids)
-
-        def run() -> None:
-            self.running.add(streamer)
-            try:
-                streamer.check()
-                with self.turns:
-                    # here, since earlier requests draw random numbers from the same generator, maybe from their seeds
-                    torch.seed() if request.seed is None else torch.manual_seed(request.seed)
-                    generate()
-            except _GenerationCancelled:
-                put(None)
-            except Exception as error:
-                put(_StreamError(str(error)))
-            self.running.discard(streamer)
-            self.report(request_id, request, streamer)
-
-        request.started(streamer, put)
-        self.threads.submit(run)
-        return queue, streamer
-
-    def gauges(self) -> dict[str, float]:
-        with self.prefixes.lock:
-            kept = self.prefixes.nbytes()
-        return {
-            "requests_running": len(self.running),
-            "requests_waiting": self.threads._work_queue.qsize(),
-            "prefix_memory_bytes": kept,
-        }
-
-    def reuses(self, inputs: dict, gen_config: GenerationConfig | None = None) -> bool:
-        """Whether a prompt may begin with what was computed for another one. Images are not in its tokens."""
-        uses_cache = gen_config is None or gen_config.use_cache is not False
-        return self.prefixes.works and inputs.keys() <= TEXT and uses_cache
-
-    def needs_cuts(self, inputs: dict) -> bool:
-        return self.prefixes.needs_cuts and self.reuses(inputs)
-
-    def comes_in_pieces(self, inputs: dict, gen_config: GenerationConfig) -> bool:
-        """transformers does not split images, and needs a cache."""
-        return length_of(inputs) > PIECE and inputs.keys() <= TEXT and gen_config.use_cache is not False
-
-    def stop(self) -> None:
-        """Wait for the threads, since the interpreter must not exit in the middle of an op."""
-        self.threads.shutdown(cancel_futures=True)
 
 
 class Batched(Answers, CBGenerateManager):
@@ -270,9 +108,11 @@ class Generation(GenerationState):
         continuous_batching: bool,
         parallel: int,
         prefix_memory: float | None = None,
+        prefix_folder: PrefixFolder | None = None,
     ):
         super().__init__(continuous_batching=continuous_batching, cb_config=batching(context))
-        self.model, self.context, self.parallel, self.prefix_memory = model, context, parallel, prefix_memory
+        self.model, self.context, self.parallel = model, context, parallel
+        self.prefix_memory, self.prefix_folder = prefix_memory, prefix_folder
         self.requests: set[Request] = set()
         self.metrics = Metrics()
         self._in_turns: InTurns | None = None
@@ -282,8 +122,13 @@ class Generation(GenerationState):
             self._cb_manager = self._cb_manager or Batched(self.context, self.metrics, self._cb_config)
             return self._cb_manager
         if self._in_turns is None:
-            self._in_turns = InTurns(self.context, self.metrics, self.parallel, self.model, self.prefix_memory)
+            prefixes = Prefixes(self.model, self.prefix_memory, self.prefix_folder)
+            self._in_turns = InTurns(self.context, self.metrics, self.parallel, self.model, prefixes)
         return self._in_turns
+
+    def stop_batching(self, context: int) -> None:
+        """Let the answers take turns, since the model cannot be batched. Each has this context."""
+        self._continuous_batching, self._cb_manager, self.context = False, None, context
 
     def fail_all(self) -> None:
         """End every request with an error."""

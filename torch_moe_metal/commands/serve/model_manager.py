@@ -31,19 +31,19 @@ class Models(ModelManager):
         self.processor = load_tokenizer(source)
         self.model = load_model(source, options)
         self.report = patch(self.model)
-        self.form = self.find_form()
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        self.template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
+        self.form = self.find_form(tokenizer)
         self.constraints = Constraints(self)
-        self.context = context_of(self.model, options.context)
+        self.context = self.longest = context_of(self.model, options.context)
         defaults = self.model.generation_config
         if defaults.pad_token_id is None and defaults.eos_token_id is not None:  # `generate` warns of it each time
             ends = defaults.eos_token_id
             defaults.pad_token_id = ends[0] if isinstance(ends, list) else ends
 
-    def find_form(self) -> Form:
+    def find_form(self, tokenizer) -> Form:
         """The form of the model's answers, with which transformers' parser reads them if the tokenizer has none."""
-        tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        given = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
-        found = form_of(str(given), self.model.config.model_type)
+        found = form_of(str(self.template), self.model.config.model_type)
         if getattr(tokenizer, "response_template", None) is None and found.template is not None:
             tokenizer.response_template = found.template
         return found

@@ -9,6 +9,7 @@ import torch
 import uvicorn
 
 from ... import warmup
+from ..common.cli import CannotRun
 from ..common.loading import say
 from .answers import build_schemas
 from .generation import Generation
@@ -53,4 +54,9 @@ def warm_up(models: Models, generation: Generation) -> None:
     model.generate(ids, attention_mask=mask, max_new_tokens=2, min_new_tokens=2, do_sample=False)
     modality = models.get_model_modality(model, models.processor)
     use_cb = generation.use_continuous_batching(model, modality)
-    generation.get_manager(models.force_model, use_cb).init_cb(model, model.generation_config)
+    try:
+        generation.get_manager(models.force_model, use_cb).init_cb(model, model.generation_config)
+    except CannotRun as reason:
+        say(f"{reason}; answers take turns instead")
+        models.context = models.longest
+        generation.stop_batching(models.longest)

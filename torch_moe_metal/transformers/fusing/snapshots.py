@@ -103,8 +103,8 @@ def fork_layer(layer, kept: Kept):
     if kept.kind == "cropped":
         for name in ("keys", "values") if layer.is_initialized else ():
             setattr(copied, name, getattr(layer, name)[..., : kept.length, :].clone())
-        if getattr(layer, "is_indexer_initialized", False):
-            copied.indexer_keys = layer.indexer_keys[:, : kept.length].clone()
+        for name, value in indexer_rows(layer, kept.length).items():
+            setattr(copied, name, value.clone())
     elif kept.kind == "window":
         put_back(copied, kept)
     elif kept.kind == "linear":
@@ -112,6 +112,53 @@ def fork_layer(layer, kept: Kept):
         for name, copies in (("conv_states", kept.copies[:half]), ("recurrent_states", kept.copies[half:])):
             setattr(copied, name, {i: None if each is None else each.clone() for i, each in enumerate(copies)})
     return copied
+
+
+def indexer_rows(layer, length: int) -> dict[str, Tensor]:
+    """What layers with sparse attention keep as well."""
+    if not getattr(layer, "is_indexer_initialized", False):
+        return {}
+    rows = {"indexer_keys": layer.indexer_keys[:, :length]}
+    positions = layer.indexer_position_ids
+    return rows if positions is None else rows | {"indexer_position_ids": positions[..., :length]}
+
+
+def rows_of(cache: DynamicCache, length: int) -> list[dict[str, Tensor]]:
+    """Of each layer, views of what belongs to the first `length` tokens, by its names. What cannot be cropped is in
+    snapshots."""
+    found = []
+    for layer in cache.layers:
+        rows = kind_of(layer) == "cropped" and layer.is_initialized
+        found.append({name: getattr(layer, name)[..., :length, :] for name in ("keys", "values")} if rows else {})
+        found[-1] |= indexer_rows(layer, length)
+    return found
+
+
+def fill(cache: DynamicCache, rows: list[dict[str, Tensor]], snapshot: Snapshot | None) -> None:
+    """Give a new cache what `rows_of` another one were, and its snapshot of the same length, if it has one."""
+    kept = snapshot.layers if snapshot else [None] * len(rows)
+    for layer, own, state in zip(cache.layers, rows, kept, strict=True):
+        if state is not None and state.kind != kind_of(layer):
+            raise ValueError(f"torch_moe_metal: expected a layer of the kind {state.kind}, got {kind_of(layer)}")
+        if "keys" in own:
+            layer.lazy_initialization(own["keys"], own["values"])
+        if "indexer_keys" in own:
+            layer.lazy_initialization_indexer(own["indexer_keys"])
+        for name, value in own.items():
+            setattr(layer, name, value)
+        if state is not None and any(each is not None for each in state.copies):
+            fill_state(layer, state)
+
+
+def fill_state(layer, kept: Kept) -> None:
+    if kept.kind == "window":
+        layer.lazy_initialization(*kept.copies)
+    else:
+        half = len(kept.copies) // 2
+        for name, copies in (("conv_states", kept.copies[:half]), ("recurrent_states", kept.copies[half:])):
+            for i, state in enumerate(copies):
+                layer.lazy_initialization(**{name: state}, state_idx=i)
+    put_back(layer, kept)
 
 
 def tensors_of(cache: Cache) -> Iterator[Tensor]:
