@@ -167,7 +167,9 @@ def alone(script: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["affine", "fp8", "nvfp4", "q4_0"])  # each has its own code; others differ in numbers
+@pytest.mark.parametrize(
+    "format", ["affine", "fp8", "nvfp4", "q4_0"]
+)  # each has its own code; others differ in numbers
 def test_quantize_needs_little_memory(format: str):
     """16 Mi values in one matrix, 32 MiB: a float32 copy would take 64 MiB, and codes and temporaries many times
     that."""

@@ -190,8 +190,8 @@ def test_drafting_layers_are_packed(checkpoint: Path, drafts: list, way: str):
 
 
 def test_drafts_for_a_recurrent_model(tmp_path: Path, drafts: list, monkeypatch):
-    """transformers refuses drafts for such models, because their states cannot go back. Of these families, only Ling has
-    drafting layers in transformers."""
+    """transformers refuses drafts for such models, because their states cannot go back. Of these families, only Ling
+    has drafting layers in transformers."""
     kinds = {"layer_types": ["linear_attention", *["full_attention"] * 2], "mlp_layer_types": ["sparse"] * 3}
     folder = drafting_checkpoint("bailing_hybrid", tmp_path, monkeypatch, **kinds)
     model, ids = AutoModelForCausalLM.from_pretrained(folder), prompt(12)

@@ -498,7 +498,7 @@ def test_tokens_that_can_be_cropped(both):
     conversation.steps(4)
 
 
-def test_padded_prompts(monkeypatch):
+def test_padded_prompts_of_recurrent_layers(monkeypatch):
     model, ids = fused("qwen3_5_moe_text"), tokens(3, 9)
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[2, :1] = 0

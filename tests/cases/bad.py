@@ -81,7 +81,11 @@ BAD = [
     bad("glu", "up: expected shape [*, I] with * = [6], I = 19, got [6, 18]", up=cut),
     bad("glu", "up: expected shape [*, I] with * = [6], I = 19, got [1, 19]", up=first_token),
     bad("glu", "gate: expected I >= 1, got 0", gate=no_columns, up=no_columns),
-    bad("glu", "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai, sigmoid; got 'swish'", activation="swish"),
+    bad(
+        "glu",
+        "activation: expected one of silu, gelu, gelu_tanh, relu2, swiglu_oai, sigmoid; got 'swish'",
+        activation="swish",
+    ),
     bad("glu", "limit: expected a number > 0 or None, got 0", limit=0.0),
     bad("glu", "limit: expected a number > 0 or None, got nan", limit=float("nan")),
     bad("glu", "limit: expected a number > 0 or None, got 1e-46, which is 0 as float32", limit=1e-46),

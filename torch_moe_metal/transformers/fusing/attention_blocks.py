@@ -130,11 +130,6 @@ class FusedProjections(JoinedProjections):
         return function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
 
 
-    def warm_up_products(self, tokens: int, dtype: torch.dtype) -> None:
-        for layers in (self.parts(self.joined), self.parts([self.record.output])):
-            project(torch.empty(1, tokens, layers[0].in_features, dtype=dtype, device="meta"), layers)
-
-
 def angles_of(position_embeddings: Tensor | tuple[Tensor, Tensor], kind: str) -> tuple[Tensor, Tensor]:
     """The cosine and sine of each angle, once."""
     if kind == "complex":
@@ -227,7 +222,6 @@ class FusedAttention(FusedProjections):
         return super().attend(q, k, v, mask, **kwargs)
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
-        self.warm_up_products(tokens, dtype)
         of_keys = key_heads(self)
         q, k = (
             torch.empty(1, tokens, heads, self.head_dim, dtype=dtype, device="meta")
@@ -377,7 +371,6 @@ class FusedLatentAttention(FusedProjections):
         return {"weight": keys}, values | ({"format": layer.format} if packed else {})
 
     def _warmup_call(self, tokens: int, dtype: torch.dtype) -> None:
-        self.warm_up_products(tokens, dtype)
         q, k, cos, latent = (
             torch.empty(1, tokens, *sizes, dtype=dtype, device="meta")
             for sizes in (
