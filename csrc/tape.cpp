@@ -13,9 +13,9 @@ namespace {
 constexpr std::string_view kOurs = "moe_metal::";
 // Ops that make a view, or memory that nothing has written.
 constexpr std::string_view kHarmless[] = {
-    "alias",     "as_strided", "chunk",     "detach",    "empty", "expand",         "flatten",          "mT",
-    "narrow",    "permute",    "reshape",   "select",    "slice", "split",          "split_with_sizes", "squeeze",
-    "t",         "transpose",  "unflatten", "unsqueeze", "view",  "_reshape_alias", "_unsafe_view",     "unbind",
+    "alias",     "as_strided", "chunk",     "detach",    "empty",       "expand",         "flatten",          "mT",
+    "narrow",    "permute",    "reshape",   "select",    "slice",       "split",          "split_with_sizes", "squeeze",
+    "t",         "transpose",  "unflatten", "unsqueeze", "view",        "_reshape_alias", "_unsafe_view",     "unbind",
     "new_empty", "movedim",    "real",      "imag",      "view_as_real"};
 
 bool is_harmless(std::string_view name) {
