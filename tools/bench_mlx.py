@@ -30,8 +30,8 @@ from torch_moe_metal.commands import bench
 from torch_moe_metal.commands.bench.block import Block, Implementation
 from torch_moe_metal.commands.bench.calls import WHOLE, Call
 from torch_moe_metal.commands.bench.device_bench import DeviceBench, next_of
-from torch_moe_metal.random_weights import Packing
 from torch_moe_metal.commands.bench.report import MLX
+from torch_moe_metal.random_weights import Packing
 
 SORTED_FROM = 64  # expert ids, as in mlx-lm
 

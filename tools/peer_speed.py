@@ -48,8 +48,8 @@ def write(path: Path, model: str, layers: int, type: str) -> Path:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     import gguf_files
-    from torch_moe_metal.random_weights import packing_of
     from torch_moe_metal.commands.bench.whole_model import whole_config
+    from torch_moe_metal.random_weights import packing_of
 
     config = whole_config(model, layers)
     with torch.device("meta"):
