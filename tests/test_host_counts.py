@@ -15,9 +15,9 @@ COUNTS = ("calls", "views", "blocks", "aten_ops", "messages", "dispatches")
 BOUNDS = {
     "qwen3_moe": [(1, 0, 1, 0, 45, 9), (21, 8, 3, 14, 101, 19)],
     "gpt_oss": [(1, 0, 1, 0, 45, 9), (20, 8, 3, 13, 101, 19)],
-    "deepseek_v3": [(49, 29, 13, 10, 174, 14), (116, 66, 26, 34, 327, 27)],
+    "deepseek_v3": [(1, 0, 1, 0, 80, 16), (21, 8, 3, 14, 161, 31)],
     "qwen3_next": [(26.5, 14, 10.5, 2, 150.5, 11.5), (72, 36, 22, 18, 312, 24)],
-    "gemma4_text": [(29, 12, 16, 1, 207, 17), (114, 58, 33, 31, 425, 35)],
+    "gemma4_text": [(1, 0, 1, 0, 80, 16), (34, 14, 3, 25, 171, 33)],
 }
 MESSAGES_OF_A_DISPATCH = 92.5 / 6.5  # the most of these families, qwen3_next's
 DISPATCHES_OF_A_COMMIT = 16
