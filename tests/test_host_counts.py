@@ -11,8 +11,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 COUNTS = ("calls", "views", "blocks", "aten_ops", "messages", "dispatches")
-#: A layer, and a model of two layers. Those of Qwen3-Next and Qwen3.5 differ, and are averaged; one of deepseek_v3's two
-#: is dense.
+#: A layer, and a model of two layers. Those of Qwen3-Next and Qwen3.5 differ, and are averaged; one of deepseek_v3's is
+#: dense.
 BOUNDS = {
     "qwen3_moe": [(1, 0, 1, 0, 45, 9), (21, 8, 3, 14, 101, 19)],
     "gpt_oss": [(1, 0, 1, 0, 45, 9), (20, 8, 3, 13, 101, 19)],
