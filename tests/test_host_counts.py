@@ -11,15 +11,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 COUNTS = ("calls", "views", "blocks", "aten_ops", "messages", "dispatches")
-#: A layer, and a model of two layers. Those of qwen3_next differ, and are averaged; one of deepseek_v3's two is dense.
+#: A layer, and a model of two layers. Those of Qwen3-Next and Qwen3.5 differ, and are averaged; one of deepseek_v3's is
+#: dense.
 BOUNDS = {
     "qwen3_moe": [(1, 0, 1, 0, 45, 9), (21, 8, 3, 14, 101, 19)],
     "gpt_oss": [(1, 0, 1, 0, 45, 9), (20, 8, 3, 13, 101, 19)],
     "deepseek_v3": [(1, 0, 1, 0, 80, 16), (21, 8, 3, 14, 161, 31)],
-    "qwen3_next": [(26.5, 14, 10.5, 2, 150.5, 11.5), (72, 36, 22, 18, 312, 24)],
+    "qwen3_next": [(1, 0, 1, 0, 65, 13), (21, 8, 3, 14, 141, 27)],
+    "qwen3_5_moe_text": [(1, 0, 1, 0, 65, 13), (44, 26, 3, 19, 141, 27)],
     "gemma4_text": [(1, 0, 1, 0, 80, 16), (34, 14, 3, 25, 171, 33)],
 }
-MESSAGES_OF_A_DISPATCH = 92.5 / 6.5  # the most of these families, qwen3_next's
+MESSAGES_OF_A_DISPATCH = 174 / 14  # the most of these families, deepseek_v3's
 DISPATCHES_OF_A_COMMIT = 16
 
 
