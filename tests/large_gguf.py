@@ -44,13 +44,13 @@ def tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 def blocks(kind: str, count: int) -> np.ndarray:
-    """Blocks with random codes, whose values are about as large as a trained model's. A megabyte is repeated."""
+    """Blocks with random codes. Their mean is 0, or all tokens would have the same experts. A megabyte is repeated."""
     generator = np.random.default_rng(len(kind))
-    found = generator.integers(0, 256, (min(count, 4096), BYTES[kind]), dtype=np.uint8)
-    scale = np.full((len(found), 1), 2e-4 if kind == "Q4_K" else 3e-5, np.float16).view(np.uint8)
-    found[:, :4] = np.tile(scale, 2) if kind == "Q4_K" else found[:, :4]
-    if kind == "Q6_K":
-        found[:, -2:] = scale
+    found = generator.integers(0, 256, (min(count, 4096 + 1), BYTES[kind]), dtype=np.uint8)
+    if kind == "Q4_K":  # scale * code - 7.5 * scale
+        found[:, :4] = np.array([1.4e-4, 1.05e-3], np.float16).view(np.uint8)
+    else:
+        found[:, -2:] = np.array([1.5e-5], np.float16).view(np.uint8)
     return np.resize(found, (count, BYTES[kind]))
 
 

@@ -5,6 +5,7 @@ import gc
 import hashlib
 import io
 import os
+import re
 import time
 from pathlib import Path
 
@@ -14,17 +15,16 @@ from transformers import AutoModelForCausalLM
 
 import gguf_files
 import large_gguf
+import metal_sim
+from conftest import SIMULATED
 from gguf_files import Q4_K_M
 from test_huge_pages import flags, needs_linux
+from torch_moe_metal.commands.common import mapped_file
 from torch_moe_metal.file_pages import is_mapped, mapped_bytes
 from torch_moe_metal.gguf import read_ahead, views
 from torch_moe_metal.transformers.checkpoints.gguf import quantizer
 
-try:
-    import metal_sim
-except ImportError:  # a Mac
-    metal_sim = None
-needs_the_simulated = pytest.mark.skipif(metal_sim is None, reason="it changes limits of the simulated device")
+needs_the_simulated = pytest.mark.skipif(not SIMULATED, reason="it changes limits of the simulated device")
 IDS = torch.arange(5)[None]
 
 
@@ -54,20 +54,14 @@ def packed_of(model) -> list[torch.Tensor]:
     return [buffer for buffer in model.buffers() if buffer.dtype == torch.uint8]
 
 
-@pytest.fixture(autouse=True)
-def only_on_mps(request):
-    if "device" in request.fixturenames and request.getfixturevalue("device") != "mps":
-        pytest.skip("files are mapped into Metal buffers")
-
-
-def test_blocks_are_mapped_and_freed(device: str, path: Path, monkeypatch):
+def test_blocks_are_mapped_and_freed(mps: str, path: Path, monkeypatch):
     """The logits are those of a copied model. The file does not change, and each buffer is released."""
     checksum, before = hashlib.sha256(path.read_bytes()).digest(), mapped_bytes()
     model = load(path)
     assert all(map(is_mapped, packed_of(model))) and not any(map(is_mapped, model.parameters()))
     assert 0 < mapped_bytes() - before <= path.stat().st_size + 2 * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setenv(views.VARIABLE, "0")
-    copied, ids = load(path), IDS.to(device)
+    copied, ids = load(path), IDS.to(mps)
     assert not any(map(is_mapped, copied.buffers()))
     expected = copied(ids).logits
     assert torch.equal(model(ids).logits, expected)
@@ -77,13 +71,13 @@ def test_blocks_are_mapped_and_freed(device: str, path: Path, monkeypatch):
     torch.mps.synchronize()
     assert mapped_bytes() == before
     assert str(path) not in Path("/proc/self/maps").read_text()
-    assert metal_sim is None or metal_sim.live_objects()["MTLBuffer over pages"] == 0
+    assert not SIMULATED or metal_sim.live_objects()["MTLBuffer over pages"] == 0
     assert hashlib.sha256(path.read_bytes()).digest() == checksum
 
 
 @needs_the_simulated
 @pytest.mark.parametrize("limit", [{"local_volumes": False}, {"takes_pages": False}, {"working_set": 1 << 20}])
-def test_what_cannot_be_mapped_is_copied(limit: dict, device: str, path: Path, said: list[str]):
+def test_what_cannot_be_mapped_is_copied(limit: dict, mps: str, path: Path, said: list[str]):
     reason = {"local_volumes": "volume", "takes_pages": "no buffer", "working_set": "working set"}[next(iter(limit))]
     with metal_sim.playing_memory(**limit):
         model = load(path)
@@ -91,20 +85,20 @@ def test_what_cannot_be_mapped_is_copied(limit: dict, device: str, path: Path, s
 
 
 @needs_the_simulated
-def test_many_views(device: str, path: Path):
+def test_many_views(mps: str, path: Path):
     """Gate and up of experts, which are read as one weight, are in one view."""
     with metal_sim.playing_memory(max_buffer=700_000):
         model = load(path)
     assert len({tensor.untyped_storage().data_ptr() for tensor in packed_of(model)}) >= 4
     assert all(map(is_mapped, packed_of(model)))
-    assert torch.equal(model(IDS.to(device)).logits, load(path)(IDS.to(device)).logits)
+    assert torch.equal(model(IDS.to(mps)).logits, load(path)(IDS.to(mps)).logits)
 
 
-def test_copies_and_saved_models_have_no_whole_views(device: str, path: Path, tmp_path: Path):
+def test_copies_and_saved_models_have_no_whole_views(mps: str, path: Path, tmp_path: Path):
     model, most = load(path), path.stat().st_size * 1.05
-    expected, before = model(IDS.to(device)).logits, torch.mps.current_allocated_memory()
+    expected, before = model(IDS.to(mps)).logits, torch.mps.current_allocated_memory()
     copied = copy.deepcopy(model)
-    assert torch.equal(copied(IDS.to(device)).logits, expected)
+    assert torch.equal(copied(IDS.to(mps)).logits, expected)
     assert torch.mps.current_allocated_memory() - before < path.stat().st_size / 20
     file = io.BytesIO()
     torch.save(model.model.layers[0].mlp, file)
@@ -115,7 +109,7 @@ def test_copies_and_saved_models_have_no_whole_views(device: str, path: Path, tm
     file.seek(0)
     again = torch.load(file, weights_only=False)
     assert {tensor.device.type for tensor in again.buffers()} == {"mps"}
-    assert torch.equal(again(IDS.to(device)).logits, expected)
+    assert torch.equal(again(IDS.to(mps)).logits, expected)
     model.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").stat().st_size < most
 
@@ -124,7 +118,7 @@ def test_copies_and_saved_models_have_no_whole_views(device: str, path: Path, tm
     (lambda path: os.truncate(path, 100_000), "got a changed file of 100000 bytes"), (os.unlink, "got no file"),
 ])  # fmt: skip
 @pytest.mark.parametrize("place", ["cpu", "mps"])
-def test_a_file_that_changes_while_it_is_loaded(change, got: str, place: str, device: str, path: Path, monkeypatch):
+def test_a_file_that_changes_while_it_is_loaded(change, got: str, place: str, mps: str, path: Path, monkeypatch):
     stock = quantizer.pack_all
 
     def pack_all(*args):
@@ -138,7 +132,7 @@ def test_a_file_that_changes_while_it_is_loaded(change, got: str, place: str, de
         load(path, place)
 
 
-def test_the_op_checks_the_file_again(device: str, path: Path, tmp_path: Path):
+def test_the_op_checks_the_file_again(mps: str, path: Path, tmp_path: Path):
     size, op = path.stat().st_size, torch.ops.moe_metal._map_file
     with pytest.raises(ValueError, match=f"{path}: expected the {size + 1} bytes .* got {size}"):
         op(str(path), size + 1, [0], [10])
@@ -148,8 +142,8 @@ def test_the_op_checks_the_file_again(device: str, path: Path, tmp_path: Path):
         op(str(tmp_path / "none"), 10, [0], [10])
 
 
-def test_generate_raises_if_a_mapped_file_has_changed(device: str, path: Path):
-    model, ids = load(path), IDS.to(device)
+def test_generate_raises_if_a_mapped_file_has_changed(mps: str, path: Path):
+    model, ids = load(path), IDS.to(mps)
     moved = copy.deepcopy(model).to("cpu")
     os.utime(path, ns=(1, 1))
     with pytest.raises(ValueError, match=f"^torch_moe_metal: {path}: expected the file as it was"):
@@ -157,14 +151,19 @@ def test_generate_raises_if_a_mapped_file_has_changed(device: str, path: Path):
     moved.generate(IDS, max_new_tokens=1, do_sample=False)
 
 
-def test_views_are_cut_between_tensors(monkeypatch):
+def test_views_are_cut_between_tensors():
     page, gap = os.sysconf("SC_PAGE_SIZE"), views.GAP
-    parts = [[range(100, 200)], [range(5 * page, 6 * page)], [range(6 * page + gap + 1, 7 * page + gap)]]
+    parts = [[range(100, 200)], [range(5 * page, 6 * page)], [range(6 * page + gap + 1, 7 * page + gap + 2)]]
     assert views.cut(parts, 1 << 40) == [range(100, 6 * page), parts[2][0]]
     assert views.cut(parts, page) == [part[0] for part in parts[:2]]  # the last one is in two pages
     apart = [[range(0, 10), range(3 * page, 4 * page)], [range(page, 2 * page)]]  # a group around another one
     assert views.cut(apart, 4 * page) == [range(4 * page)]
     assert views.cut(apart, 2 * page) == [range(2 * page), range(3 * page, 4 * page)]
+
+
+def test_doctor_reads_a_mapped_file(mps: str):
+    right, line = mapped_file.report()
+    assert right and re.search(r"[1-9]\d* bytes: ok$", line), line
 
 
 # ------------------------------------------------------------------------------------------------ larger than memory
@@ -210,7 +209,7 @@ def anonymous() -> int:
 
 @pytest.mark.slow
 @needs_the_simulated
-def test_a_file_of_4_gb(device: str, tmp_path: Path, monkeypatch):
+def test_a_file_of_4_gb(mps: str, tmp_path: Path, monkeypatch):
     path = large_gguf.write(tmp_path / "large.gguf", layers=10)
     size = path.stat().st_size
     assert size > 4e9
@@ -225,14 +224,14 @@ def test_a_file_of_4_gb(device: str, tmp_path: Path, monkeypatch):
     print(f"{size / 1e9:.2f} GB in {took:.2f} s, {(anonymous() - before) / 1e6:.0f} MB of anonymous memory")
     assert took <= 2 and count <= 4
     assert anonymous() - before <= size / 10 and torch.mps.current_allocated_memory() - allocated <= size / 10
-    found = model(IDS[:, :2].to(device)).logits
+    found = model(IDS[:, :2].to(mps)).logits
     with metal_sim.playing_memory(max_buffer=256 << 20):
         many = load(path, dtype=torch.bfloat16)
     assert len({tensor.untyped_storage().data_ptr() for tensor in packed_of(many)}) >= 16
-    assert torch.equal(many(IDS[:, :2].to(device)).logits, found)
+    assert torch.equal(many(IDS[:, :2].to(mps)).logits, found)
     del many
     monkeypatch.setenv(views.VARIABLE, "0")
-    assert torch.equal(load(path, dtype=torch.bfloat16)(IDS[:, :2].to(device)).logits, found)
+    assert torch.equal(load(path, dtype=torch.bfloat16)(IDS[:, :2].to(mps)).logits, found)
     del model
     gc.collect()
     torch.mps.synchronize()

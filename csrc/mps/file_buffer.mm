@@ -5,8 +5,8 @@
 //                 the residency set
 //   Mapping       the pages, until Metal has released the last buffer over them
 //
-// Pages that are first touched by the GPU are read one after the other, at a fraction of the disk's speed. So threads read
-// the file in its order, which fills the system's cache of it.
+// Pages that are first touched by the GPU are read one after the other, at a fraction of the disk's speed. So threads
+// read the file in its order, which fills the system's cache of it.
 #include <ATen/ops/from_blob.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -51,8 +51,8 @@ struct Range {
 class Mapping {
  public:
   Mapping(const std::string& path, int64_t size) : file(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-    TORCH_CHECK_VALUE(file >= 0, "torch_moe_metal: ", path, ": expected a file of ", size, " bytes, got none: ",
-                      std::strerror(errno));
+    TORCH_CHECK_VALUE(file >= 0, "torch_moe_metal: ", path, ": expected a file of ", size,
+                      " bytes, got none: ", std::strerror(errno));
     struct stat found = {};
     const bool known = fstat(file, &found) == 0;
     if (known && found.st_size == size) start = mmap(nullptr, size, PROT_READ, MAP_SHARED, file, 0);
@@ -64,8 +64,8 @@ class Mapping {
     close(file);
     TORCH_CHECK_VALUE(!known || found.st_size == size, "torch_moe_metal: ", path, ": expected the ", size,
                       " bytes that its header was read from, got ", found.st_size);
-    TORCH_CHECK_VALUE(false, "torch_moe_metal: ", path, ": its ", size, " bytes cannot be mapped: ",
-                      std::strerror(error));
+    TORCH_CHECK_VALUE(false, "torch_moe_metal: ", path, ": its ", size,
+                      " bytes cannot be mapped: ", std::strerror(error));
   }
   ~Mapping() {
     munmap(start, length_);
