@@ -140,17 +140,14 @@ def gpt_oss(config, dtype: torch.dtype, bits: int | None = None) -> nn.Module:
 
 def gguf_weights(path: str, dtype: torch.dtype) -> tuple[str, int]:
     """The formats of a GGUF file and its bytes once loaded: blocks with a reader stay packed, everything else becomes
-    dense. On mps the file's pages are mapped, with what becomes dense and is between packed tensors."""
+    dense."""
     from ..gguf import read
-    from ..gguf.views import GAP
 
     tensors = read(path).tensors.values()
     packed = [tensor for tensor in tensors if tensor.is_packed and tensor.has_reader]
     dense = [tensor for tensor in tensors if not (tensor.is_packed and tensor.has_reader)]
     formats = ", ".join(sorted({tensor.format for tensor in tensors if tensor.is_packed})) or str(dtype)
-    between = [tensor for tensor in dense if packed and tensor.bytes <= GAP]
-    mapped = sum(tensor.bytes for tensor in (*packed, *between))
-    return formats, mapped + sum(prod(tensor.shape) * dtype.itemsize for tensor in dense)
+    return formats, sum(tensor.bytes for tensor in packed) + sum(prod(t.shape) * dtype.itemsize for t in dense)
 
 
 def stored_bytes(folder: Path) -> int:
