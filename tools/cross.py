@@ -55,9 +55,10 @@ OF_NEWER_HEADERS = {
     "__ZTINSt3__117bad_function_callE",
     "__ZTVNSt3__117bad_function_callE",
 }
-# System symbols that our code needs although torch's libraries do not: a class of Metal, and the sized form of delete,
-# which is in libc++ since macOS 10.12.
-SYSTEM_SYMBOLS = {"_OBJC_CLASS_$_MTLComputePipelineDescriptor", "__ZdlPvm"}
+# System symbols that our code needs although torch's libraries do not: classes of Metal, and the sized form of delete,
+# which is in libc++ since macOS 10.12. The class of macOS 15 is a weak import.
+METAL_CLASSES = {f"_OBJC_CLASS_$_MTL{name}" for name in ("ComputePipelineDescriptor", "ResidencySetDescriptor")}
+SYSTEM_SYMBOLS = METAL_CLASSES | {"__ZdlPvm"}
 
 
 class CrossError(RuntimeError):

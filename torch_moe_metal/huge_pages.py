@@ -21,7 +21,15 @@ def for_tensors() -> None:
 
 def for_file(pages: torch.UntypedStorage) -> None:
     """Request huge pages for a mapped file that is not yet in memory. It is then also read in larger parts."""
+    advise(pages, "MADV_HUGEPAGE")
+
+
+def not_for_file(pages: torch.UntypedStorage) -> None:
+    advise(pages, "MADV_NOHUGEPAGE")
+
+
+def advise(pages: torch.UntypedStorage, advice: str) -> None:
     if sys.platform == "linux" and len(pages):
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        madvise(pages.data_ptr(), len(pages), mmap.MADV_HUGEPAGE)
+        madvise(pages.data_ptr(), len(pages), getattr(mmap, advice))

@@ -13,6 +13,7 @@
 #include "cpu/experts/experts_columns.h"
 #include "cpu/experts/experts_dots.h"
 #include "cpu/processor_ways.h"
+#include "cpu/read_ahead.h"
 #include "ops.h"
 
 namespace moe_metal {
@@ -22,6 +23,7 @@ void cpu::run_experts(const Experts& given) {
   call.weights = as_float(call.weights);
   call.shared_gate = as_float(call.shared_gate);
   const Slots slots(call.ids, call.E);
+  read_ahead(call, slots.experts);
   const bool columns = experts_fit_columns(call);
   if (const auto way = processor_ways().experts; way && !columns && way(call, slots)) return;
   with_dtype(call.x.scalar_type(), [&](auto scalar) {

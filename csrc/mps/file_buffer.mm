@@ -224,13 +224,14 @@ id<MTLBuffer> buffer_over(id<MTLDevice> device, const std::shared_ptr<Mapping>& 
   // Metal calls the deallocator on a thread of its own, after the last command that uses the buffer. It must not need
   // Python.
   auto* held = new std::shared_ptr<Mapping>(mapping);
-  id<MTLBuffer> buffer =
-      [device newBufferWithBytesNoCopy:mapping->at(range.begin)
-                                length:range.length()
-                               options:MTLResourceStorageModeShared | MTLResourceHazardTrackingModeUntracked
-                           deallocator:^(void*, NSUInteger) {
-                             delete held;
-                           }];
+  constexpr auto options =
+      static_cast<MTLResourceOptions>(MTLResourceStorageModeShared | MTLResourceHazardTrackingModeUntracked);
+  id<MTLBuffer> buffer = [device newBufferWithBytesNoCopy:mapping->at(range.begin)
+                                                   length:range.length()
+                                                  options:options
+                                              deallocator:^(void*, NSUInteger) {
+                                                delete held;
+                                              }];
   if (!buffer) delete held;
   return buffer;
 }

@@ -1,5 +1,5 @@
-// Launching the kernels of shaders/*.metal on PyTorch's MPS stream. Only launch.mm, which encodes and commits, and
-// pipelines.mm, which compiles, use Metal's runtime.
+// Launching the kernels of shaders/*.metal on PyTorch's MPS stream. Only launch.mm, which encodes and commits,
+// pipelines.mm, which compiles, and file_buffer.mm use Metal's runtime.
 //
 //   Kernels kernels("norm_add");                                // norm_add_float, norm_add_half and norm_add_bfloat
 //   launch(kernels[dtype], grid, input, output, Params{...});  // arguments are bound in this order, from 0

@@ -13,6 +13,7 @@ from ..torch_checks import wrong_operations
 from ..transformers_support import why_unsupported
 from .bench import measure
 from .bench.samples import never_ran, problem, samples_of
+from .common import mapped_file
 from .common.devices import devices
 from .common.progress import Progress
 
@@ -97,6 +98,10 @@ def wrong_on(device: str, progress: Progress) -> int:
     if device == "mps" and (wrong_in_torch := wrong_operations(device)):
         print(f"  PyTorch {torch.__version__} is wrong here:", *wrong_in_torch, sep="\n      ")
         failures += 1
+    if device == "mps":
+        right, line = mapped_file.report()
+        print(f"  {line}")
+        failures += not right
     for line in (*compiling(device), *unused(device)):
         print(line)
     return failures

@@ -3,8 +3,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
+#include <sys/mman.h>
 #include <sys/sysctl.h>
 #include <torch/library.h>
+
+#include <unistd.h>
 
 #include <cstring>
 #include <map>
@@ -91,6 +94,23 @@ void commit_with(MTLCommandBufferHandler handler) {
 
 Encoder kept = nil;
 std::vector<std::pair<NSUInteger, std::string>> completed;  // status and error of command buffers
+
+// Two of the system's pages.
+char* pages(int protection) {
+  return static_cast<char*>(mmap(nullptr, 2 * getpagesize(), protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+}
+
+id<MTLBuffer> buffer_over(char* at, size_t length) {
+  return [device() newBufferWithBytesNoCopy:at length:length options:MTLResourceStorageModeShared deallocator:nil];
+}
+
+void fill_pages(const Tensor& x, id<MTLBuffer> buffer) {
+  on_queue(^(Encoder e) {
+    set_up_fill(e, x);
+    [e setBuffer:buffer offset:0 atIndex:0];
+    go(e);
+  });
+}
 
 using Rule = void (*)(const Tensor&);
 const std::map<std::string, Rule> rules = {
@@ -460,6 +480,18 @@ const std::map<std::string, Rule> rules = {
          options.fastMathEnabled = NO;
          [[device() newLibraryWithSource:@"kernel void f() {}" options:options error:nil] release];
        }
+     }},
+    {"part_of_a_page", [](const Tensor&) { buffer_over(pages(PROT_READ), 100); }},
+    {"inside_a_page", [](const Tensor&) { buffer_over(pages(PROT_READ) + 64, getpagesize()); }},
+    {"too_long", [](const Tensor&) { buffer_over(pages(PROT_READ), (size_t{9} << 30) + getpagesize()); }},
+    {"kernel_writes_read_only_pages",
+     [](const Tensor& x) { fill_pages(x, buffer_over(pages(PROT_READ), getpagesize())); }},
+    {"pages_unmapped_too_early",
+     [](const Tensor& x) {
+       char* at = pages(PROT_READ | PROT_WRITE);
+       id<MTLBuffer> buffer = buffer_over(at, getpagesize());
+       munmap(at, 2 * getpagesize());
+       fill_pages(x, buffer);
      }},
     {"write_after",
      [](const Tensor& x) {

@@ -20,15 +20,15 @@ namespace metal_sim {
 struct Memory {
   char* bytes;
   size_t length;
-  bool of_tensor;  // allocated by PyTorch: host code must not read it behind the stream's back
+  bool of_tensor;             // allocated by PyTorch: host code must not read it behind the stream's back
   bool is_given = false;      // by newBufferWithBytesNoCopy: whole pages of the caller
   bool is_read_only = false;  // which may be protected
 };
 
 void* new_tensor_buffer(size_t length);  // a retained id<MTLBuffer>
 void release_buffer(void* buffer);
-const Memory* find_memory(const void* buffer);  // null if this is not a live MTLBuffer
-void check_guards();                            // checks all guard words, and throws faults noted below
+const Memory* find_memory(const void* buffer);             // null if this is not a live MTLBuffer
+void check_guards();                                       // checks all guard words, and throws faults noted below
 void check_written(const void* buffer, const char* what);  // throws if these are pages that nothing may write
 size_t allocated_bytes();
 size_t given_bytes();  // of the caller's pages in buffers

@@ -363,6 +363,11 @@ BROKEN = {
     "threadgroup_17_bytes": "threadgroup_memory: a threadgroup length of 17",
     "handler_off_queue": "encoder: addCompletedHandler: called off the stream's queue",
     "out_of_bounds": "bounds",
+    "part_of_a_page": "no_copy: newBufferWithBytesNoCopy: expected whole pages",
+    "inside_a_page": "no_copy: newBufferWithBytesNoCopy: expected whole pages",
+    "too_long": "no_copy: newBufferWithBytesNoCopy: 9663680512 bytes; maxBufferLength is 9663676416",
+    "kernel_writes_read_only_pages": "read_only: argument `out` at index 0 of kernel write_value can be written",
+    "pages_unmapped_too_early": "unmapped: argument `out` at index 0 of kernel write_value is over pages",
     "bad_source": "compiler: ",
 }
 

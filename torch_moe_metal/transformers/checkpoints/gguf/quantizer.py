@@ -20,12 +20,12 @@ from transformers.quantizers import auto
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import logging
 
-from ....gguf import STAMPS, GgufFile, GgufTensor, architecture_of
+from ....gguf import STAMPS, GgufFile, GgufTensor, architecture_of, read_ahead
 from ....gguf.hub import read
 from ....gguf.views import mapped
 from ....packed_layers import Permuted
 from ...fusing.experts import NAME, is_experts, why_not_packed
-from ...fusing.packed_modules import Parts, let_transformers_initialise
+from ...fusing.packed_modules import PackedExperts, Parts, let_transformers_initialise
 from ..config import ALWAYS_DENSE, Form, MoeMetalConfig, Plan, alike, pack_all, packable, weight_names
 from ..moe_metal import MoeMetal
 from ..patterns import within
@@ -179,6 +179,9 @@ class Gguf(PackedQuantizer, GgufHfQuantizer):
                     permutation = permutation.to(linear.parts("weight")[0].device)
                     model.set_submodule(home, Permuted(linear, permutation))
         have_own_pages(model)
+        experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
+        weights = [module.parts(weight)[0] for module in experts for weight in module.packing]
+        read_ahead.for_experts([weight for weight in weights if weight.device.type == "cpu"], self.file)
         setattr(model, STAMPS, self.file.stamps)
         if not self.packed:
             self.remove_quantization_config(model)
