@@ -160,14 +160,14 @@ def test_the_report_says_what_is_not_replayed(monkeypatch):
     model = tiny_model("qwen3_next", hidden_act="gelu")  # so its mixers are not fused
     rows = {row.name: row.note for row in torch_moe_metal.patch(model).rows}
     assert rows["model.layers.0"] == f"not replayed: {RECURRENT}" and rows["model.layers.1"] == ""
-    model = tiny_model("lfm2_moe")
+    model = tiny_model("laguna")
     rows = {row.name: row.note for row in torch_moe_metal.patch(model).rows}
     assert rows["model.layers.1"] == ""
     conversation = Conversation(model)
     for _ in range(3):
         conversation.step()
     rows = {row.name: row.note for row in torch_moe_metal.patch(model).rows}
-    assert rows["model.layers.1"] == "not replayed: aten::sum"
+    assert rows["model.layers.1"] == "not replayed: aten::to"
     monkeypatch.setattr(tape, "ENABLED", False)
     assert "TORCH_MOE_METAL_TAPE is 0" in str(torch_moe_metal.patch(model))
 
