@@ -17,7 +17,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from torch_moe_metal.commands.serve.families import Form, form_of
 
 NAMES = ["Qwen-Qwen3-0.6B", "Qwen3.5-4B", "Qwen3-Coder", "openai-gpt-oss-120b", "GLM-4.6", "GLM-4.7-Flash"]
-NAMES += ["deepseek-ai-DeepSeek-V3.1", "MiniMax-M2", "moonshotai-Kimi-K2", "google-gemma-4-31B-it"]
+NAMES += [
+    "deepseek-ai-DeepSeek-V3.1",
+    "deepseek-ai-DeepSeek-V3.2",
+    "llama-cpp-deepseek-r1",
+    "MiniMax-M2",
+    "moonshotai-Kimi-K2",
+    "google-gemma-4-31B-it",
+]
 ARGUMENTS = {"city": 'Paris <b> "x"\n12', "days": 3, "more": {"wet": True}}
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {"type": "object", "properties": {}}}
 FUNCTION = {"name": "the-weather_1", "description": "d", "parameters": {"type": "object", "properties": PROPERTIES}}
