@@ -125,7 +125,7 @@ FAMILIES = {
         deepseek("tool▁calls▁end"),
     ),
     "deepseek_v3_2": Family(
-        f"<{DSML}function_calls>",
+        f"'{DSML}' 'function_calls>'",
         deepseek("Assistant") + THINK,
         "{}</think>",
         f'<{DSML}invoke name="the-weather.1">\n'

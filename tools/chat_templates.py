@@ -30,6 +30,7 @@ PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {
 FUNCTION = {"name": "the-weather_1", "description": "d", "parameters": {"type": "object", "properties": PROPERTIES}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 CALL = {"name": "the-weather_1", "arguments": ARGUMENTS}
+THINK, NO_MORE = "<think>", "</think>"
 USER = [{"role": "user", "content": "hello"}]
 
 
@@ -53,6 +54,8 @@ def fault(template: str, form: Form, calls: int, thinks: bool) -> str | None:
     prompt = render(template, USER, add_generation_prompt=True, **values)
     whole = render(template, [*USER, given], add_generation_prompt=False, **values)
     length = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+    if (before := prompt.removesuffix(f"{THINK}{NO_MORE}")) != prompt and whole.startswith(before + NO_MORE):
+        whole, length = prompt + whole.removeprefix(before + NO_MORE), len(prompt)  # earlier answers have one mark
     prefix = prompt[:length]
     answer = whole[length:].rstrip("\n")  # a line's end after the mark with which the model ends
     found = parse_response(answer, form.template, prefix=prefix, tools=TOOLS)

@@ -169,7 +169,7 @@ FORMS = (
         ),
     ),
     Form(
-        (f"<{DSML}function_calls>",),
+        (DSML, "function_calls>"),
         types=("deepseek_v32",),
         template=DEEPSEEK_V3_2,
         call=Call(
