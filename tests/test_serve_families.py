@@ -14,7 +14,7 @@ from transformers.utils.chat_parsing import ResponseParser, parse_response
 import served
 from torch_moe_metal.commands.serve.calls import Rules, quoted
 from torch_moe_metal.commands.serve.constraints import Constraints
-from torch_moe_metal.commands.serve.families import UNKNOWN, deepseek, form_of
+from torch_moe_metal.commands.serve.families import DSML, UNKNOWN, deepseek, form_of
 from torch_moe_metal.commands.serve.parsing import LenientParser
 
 ARGUMENTS = {"city": 'Rio <b> "x"', "days": 3, "more": {"wet": True}}
@@ -111,6 +111,35 @@ FAMILIES = {
         "",
         deepseek("tool▁calls▁begin"),
         deepseek("tool▁calls▁end"),
+    ),
+    "deepseek_v3": Family(
+        f"{deepseek('tool▁sep')} ```json",
+        deepseek("Assistant") + THINK,
+        "{}</think>",
+        f"{deepseek('tool▁call▁begin')}function{deepseek('tool▁sep')}the-weather.1\n```json\n{AS_JSON}\n```"
+        f"{deepseek('tool▁call▁end')}",
+        deepseek("end▁of▁sentence"),
+        (THINK, THINK_END, *map(deepseek, DEEPSEEK.split())),
+        "\n",
+        deepseek("tool▁calls▁begin"),
+        deepseek("tool▁calls▁end"),
+    ),
+    "deepseek_v3_2": Family(
+        f"'{DSML}' 'function_calls>'",
+        deepseek("Assistant") + THINK,
+        "{}</think>",
+        f'<{DSML}invoke name="the-weather.1">\n'
+        + re.sub(
+            r'(city" string=")false',
+            r"\1true",
+            tags(f'<{DSML}parameter name="{{}}" string="false">{{}}</{DSML}parameter>\n'),
+        )
+        + f"</{DSML}invoke>\n",
+        deepseek("end▁of▁sentence"),
+        (THINK, THINK_END, DSML, *map(deepseek, DEEPSEEK.split())),
+        "",
+        f"\n\n<{DSML}function_calls>\n",
+        f"</{DSML}function_calls>",
     ),
     "minimax_m2": Family(
         "<minimax:tool_call>",
@@ -249,7 +278,10 @@ def test_optional_arguments(name: str):
     assert made.make("tool_choice", [], tools=tools).matcher.get_error() == ""
     opened, closed = form.first + form.open.format(name="f"), form.close.format() + form.last
     if form.parameter is not None:
-        one = [form.parameter[0].format(key=key) + value + form.parameter[1] for key, value in (("a", "x"), ("c", "z"))]
+        one = [
+            form.parameter[0].format(key=key, text="true") + value + form.parameter[1]
+            for key, value in (("a", "x"), ("c", "z"))
+        ]
         right, wrong = ["".join(one), one[0]], [one[1], one[0].replace("x", "z")]
     elif form.bare:
         right = ['{a:<|"|>x<|"|>}', '{a:<|"|>y<|"|>,c:<|"|>z<|"|>}', '{a:<|"|>y<|"|>,b:1.5}']
@@ -277,4 +309,4 @@ def test_a_form_is_found_by_its_marks():
     assert form_of("{{ '<tool_call>' }} <function=", "qwen3_moe") is not form_of("{{ '<tool_call>' }}", "qwen3_moe")
     assert form_of("{{ message }}", "gpt_oss").before == "<|channel|>final<|message|>"
     assert form_of("{{ message }}", "mixtral") is UNKNOWN
-    assert form_of(deepseek("tool▁sep") + "\n```json", "deepseek_v3") is UNKNOWN
+    assert form_of(deepseek("tool▁sep") + "\n```json", "") is not form_of(deepseek("tool▁sep"), "")

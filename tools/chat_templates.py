@@ -17,12 +17,20 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from torch_moe_metal.commands.serve.families import Form, form_of
 
 NAMES = ["Qwen-Qwen3-0.6B", "Qwen3.5-4B", "Qwen3-Coder", "openai-gpt-oss-120b", "GLM-4.6", "GLM-4.7-Flash"]
-NAMES += ["deepseek-ai-DeepSeek-V3.1", "MiniMax-M2", "moonshotai-Kimi-K2", "google-gemma-4-31B-it"]
+NAMES += [
+    "deepseek-ai-DeepSeek-V3.1",
+    "deepseek-ai-DeepSeek-V3.2",
+    "llama-cpp-deepseek-r1",
+    "MiniMax-M2",
+    "moonshotai-Kimi-K2",
+    "google-gemma-4-31B-it",
+]
 ARGUMENTS = {"city": 'Paris <b> "x"\n12', "days": 3, "more": {"wet": True}}
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {"type": "object", "properties": {}}}
 FUNCTION = {"name": "the-weather_1", "description": "d", "parameters": {"type": "object", "properties": PROPERTIES}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 CALL = {"name": "the-weather_1", "arguments": ARGUMENTS}
+THINK, NO_MORE = "<think>", "</think>"
 USER = [{"role": "user", "content": "hello"}]
 
 
@@ -46,6 +54,8 @@ def fault(template: str, form: Form, calls: int, thinks: bool) -> str | None:
     prompt = render(template, USER, add_generation_prompt=True, **values)
     whole = render(template, [*USER, given], add_generation_prompt=False, **values)
     length = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+    if (before := prompt.removesuffix(f"{THINK}{NO_MORE}")) != prompt and whole.startswith(before + NO_MORE):
+        whole, length = prompt + whole.removeprefix(before + NO_MORE), len(prompt)  # earlier answers have one mark
     prefix = prompt[:length]
     answer = whole[length:].rstrip("\n")  # a line's end after the mark with which the model ends
     found = parse_response(answer, form.template, prefix=prefix, tools=TOOLS)

@@ -176,19 +176,12 @@ class Chat:
         answer = Answer(self.tokenizer, self.ends, self.parser(ids), start, len(ids), new)
         with until_interrupted() as stop, self.device:
             model = self.in_pieces(ids, prefix, answer, stop)
+            options = {"max_new_tokens": min(self.most or room, room), "streamer": answer, "stopping_criteria": [stop]}
             try:
                 for beginning in self.prefixes.before(prefix, ids, self.cuts(ids)):
                     self.generate(model, beginning, prefix, max_new_tokens=1, **UNSAMPLED)
                     prefix.note(beginning)
-                output = self.generate(
-                    model,
-                    ids,
-                    prefix,
-                    max_new_tokens=min(self.most or room, room),
-                    streamer=answer,
-                    stopping_criteria=[stop],
-                    **self.sampling,
-                )
+                output = self.generate(model, ids, prefix, **options, **self.sampling)
             except Stopped:  # between two forwards, so the cache is whole
                 self.prefixes.give(prefix, ids)
                 raise KeyboardInterrupt from None

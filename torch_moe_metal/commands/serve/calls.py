@@ -62,8 +62,9 @@ class Rules:
     def tags(self, around: tuple[str, str], parameters: dict) -> str:
         found = []
         for key, schema in parameters.get("properties", {}).items():
-            value = self.tagged(around[1], schema if isinstance(schema, dict) else {}, parameters)
-            one = f"{self.mark(around[0].format(key=key))} {value}"
+            schema = schema if isinstance(schema, dict) else {}
+            opened = around[0].format(key=key, text=str(may_be_text(schema)).lower())
+            one = f"{self.mark(opened)} {self.tagged(around[1], schema, parameters)}"
             found.append(one if key in parameters.get("required", ()) else f"({one})?")
         return " ".join(found)
 

@@ -17,13 +17,13 @@ class Call(NamedTuple):
     first: str = ""  # before all calls
     last: str = ""
     between: str | None = ""  # None: an answer has one call
-    parameter: tuple[str, str] | None = None  # around each value, with {key}; None: the arguments are one object
+    #: Around each value, with {key}, and {text}: whether it is a string. None: the arguments are one object.
+    parameter: tuple[str, str] | None = None
     bare: bool = False  # the object is written without quotes, as Gemma's
 
 
 class Form(NamedTuple):
     marks: tuple[str, ...]  # all of them are in the chat template
-    absent: str = "\0"  # and this is not
     types: tuple[str, ...] = ()  # of models whose template has no marks
     template: dict | None = None  # transformers' response template, with which answers are parsed
     think: tuple[str, str] | None = ("<think>", "</think>")
@@ -77,6 +77,20 @@ DEEPSEEK = template(
     rf"{deepseek('end▁of▁sentence')}|{CALLS_END}",
     rf"(?:\s*{CALLS})?\s*{CALL}(?P<name>[^<]+?){SEPARATOR}",
     CALL_END,
+)
+DEEPSEEK_V3 = template(
+    rf"{deepseek('Assistant')}|{deepseek('tool▁output▁end')}|{deepseek('tool▁outputs▁end')}",
+    rf"{deepseek('end▁of▁sentence')}|{CALLS_END}",
+    rf"(?:\s*{CALLS})?\s*{CALL}function{SEPARATOR}(?P<name>[^\n<]+)\n```json\n",
+    rf"\n```\s*{CALL_END}",
+)
+DSML = "\uff5cDSML\uff5c"
+DEEPSEEK_V3_2 = template(
+    rf"(?:{deepseek('Assistant')}|</function_results>\n\n)(?:</think>)?",
+    rf"{deepseek('end▁of▁sentence')}|</{DSML}function_calls>",
+    rf'(?:\s*<{DSML}function_calls>)?\s*<{DSML}invoke name="(?P<name>[^"]+)">',
+    f"</{DSML}invoke>",
+    **tags(rf'<{DSML}parameter name="(?P<key>[^"]+)" string="\w+">(?P<value>.*?)</{DSML}parameter>'),
 )
 MINIMAX = template(
     r"\]~b\]ai\n",
@@ -155,8 +169,24 @@ FORMS = (
         ),
     ),
     Form(
+        (DSML, "function_calls>"),
+        types=("deepseek_v32",),
+        template=DEEPSEEK_V3_2,
+        call=Call(
+            f'<{DSML}invoke name="{{name}}">\n',
+            f"</{DSML}invoke>\n",
+            f"<{DSML}function_calls>\n",
+            f"</{DSML}function_calls>",
+            parameter=(f'<{DSML}parameter name="{{key}}" string="{{text}}">', f"</{DSML}parameter>\n"),
+        ),
+    ),
+    Form(
+        (SEPARATOR, "```json"),
+        template=DEEPSEEK_V3,
+        call=Call(f"{CALL}function{SEPARATOR}{{name}}\n```json\n", f"\n```{CALL_END}", CALLS, CALLS_END, between="\n"),
+    ),
+    Form(
         (SEPARATOR,),
-        absent="```json",  # which DeepSeek V3 and R1 write
         template=DEEPSEEK,
         call=Call(f"{CALL}{{name}}{SEPARATOR}", CALL_END, CALLS, CALLS_END, between=""),
     ),
@@ -186,8 +216,6 @@ UNKNOWN = Form((), think=None)
 
 def form_of(chat_template: str, model_type: str) -> Form:
     """The form of a model's answers."""
-    by_marks = (
-        form for form in FORMS if form.absent not in chat_template and all(mark in chat_template for mark in form.marks)
-    )
+    by_marks = (form for form in FORMS if all(mark in chat_template for mark in form.marks))
     by_type = (form for form in FORMS if model_type in form.types)
     return next(by_marks, None) or next(by_type, UNKNOWN)

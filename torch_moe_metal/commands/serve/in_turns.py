@@ -3,6 +3,7 @@ earlier one continues from the store of prefixes."""
 
 import asyncio
 import contextlib
+import ctypes
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,6 +64,7 @@ class InTurns(Answers, GenerateManager):
             self.running.discard(streamer)
             self.report(request_id, request, streamer)
             self.prefixes.settle()
+            give_back()
 
         request.started(streamer, put)
         self.threads.submit(run)
@@ -93,6 +95,14 @@ class InTurns(Answers, GenerateManager):
         """Wait for the threads, since the interpreter must not exit in the middle of an op."""
         self.threads.shutdown(cancel_futures=True)
         self.prefixes.close()
+
+
+def give_back() -> None:
+    """Return freed memory to the system. glibc keeps what a thread has freed for that thread: with four threads and
+    caches of 30 MB, half a gigabyte."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 class Running:
