@@ -21,7 +21,7 @@ BOUNDS = {
     "qwen3_5_moe_text": [(1, 0, 1, 0, 65, 13), (44, 26, 3, 19, 141, 27)],
     "gemma4_text": [(1, 0, 1, 0, 80, 16), (34, 14, 3, 25, 171, 33)],
 }
-MESSAGES_OF_A_DISPATCH = 171 / 33  # the most of these families, gemma4_text in a model of two layers
+MESSAGES_OF_A_DISPATCH = 101 / 19  # the most of these families, qwen3_moe's in a model of two layers
 DISPATCHES_OF_A_COMMIT = 16
 
 

@@ -20,6 +20,7 @@ from linear_mixers import MIXERS, WITH_STATE, H, cache_for, call, tiny_mixer
 from test_linear_layers import BOUND, assert_same_states, error, fused
 from tiny_models import tiny_model, tokens
 from torch_moe_metal.transformers import restore, snapshot
+from torch_moe_metal.transformers.fusing import projections
 from torch_moe_metal.transformers.fusing.linear_cache import FREE_ROWS, MOST_DRAFTED, OURS, GrowingLinearLayer
 from torch_moe_metal.transformers.versions import cache_of, with_cache
 
@@ -184,13 +185,16 @@ def test_memory_is_freed_with_the_cache():
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_crop(name, device, monkeypatch):
-    """After any accepted drafts the bits are those of the accepted tokens, computed one at a time. In float32 `linear`
-    computes up to 8 tokens like that; PyTorch's product of more does not."""
+    """After any accepted drafts the bits are those of the accepted tokens, computed one at a time, if those of the
+    projections are. On the CPU `linear` computes up to 8 tokens like that; PyTorch's product of more does not, nor do
+    the Metal kernels, which divide rows by the number of tokens."""
 
     def one_at_a_time(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.cat([torch.ops.moe_metal.linear(token, weight, bias=bias) for token in x.split(1, 1)], 1)
 
     monkeypatch.setattr(F, "linear", one_at_a_time)
+    if device == "mps":
+        monkeypatch.setattr(projections, "linear", one_at_a_time)
     layer, config = tiny_mixer(name, device)
     fused(layer)
     if kept_by(cache_for(config), layer).number_of_states > 1:  # n-grams, which are not ours

@@ -219,8 +219,8 @@ OPS_OF_A_LAYER = {
     "minimax_m2": 8,
     "glm4_moe": 11,
     "qwen2_moe": 12,
-    "deepseek_v3": 20,
-    "glm4_moe_lite": 20,
+    "deepseek_v3": 15,
+    "glm4_moe_lite": 15,
 }
 
 

@@ -154,14 +154,14 @@ struct ResidualNorm : Norm {
 inline int64_t row_stride(const Tensor& rows) {
   const int64_t H = rows.size(-1);
   if (H > 1 && rows.stride(-1) != 1) return 0;
-  int64_t stride = 0, next = 0;
+  int64_t stride = -1, next = 0;
   for (int64_t d = rows.dim() - 2; d >= 0; --d) {
     if (rows.size(d) == 1) continue;
-    if (stride == 0) stride = next = rows.stride(d);
+    if (stride < 0) stride = next = rows.stride(d);
     if (rows.stride(d) != next) return 0;
     next *= rows.size(d);
   }
-  return stride == 0 ? H : stride < H ? 0 : stride;
+  return stride < 0 ? H : stride < H ? 0 : stride;
 }
 
 inline constexpr char schema_norm[] = "(Tensor input, Tensor? weight=None, *, float eps=1e-6) -> Tensor";

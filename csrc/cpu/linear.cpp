@@ -80,7 +80,7 @@ Tensor floats_of_x(const Linear& call) {
 }  // namespace
 
 void cpu::run_linear(const Linear& call) {
-  if (const auto way = processor_ways().linear; way && way(call)) return;
+  if (const auto way = processor_ways().linear; way && call.heads == 1 && way(call)) return;
   const Tensor x = floats_of_x(call);
   with_dtype(call.x.scalar_type(), [&](auto scalar) { rows<decltype(scalar)>(call, x); });
 }

@@ -60,7 +60,7 @@ inline bool linear_fits_tiles(const Linear& call) {
   const Format& format = *call.weight.format;
   int64_t tokens = kFewTokens;
   if (bfloat16_is_fast() && !format.is_dense()) tokens = bfloat16_dots_are_fast(format) ? 16 : kFewTokens + 1;
-  return tiles_available() && call.heads == 1 && call.T >= tokens && call.x.scalar_type() == at::kBFloat16 &&
+  return tiles_available() && call.T >= tokens && call.x.scalar_type() == at::kBFloat16 &&
          std::min(call.H, call.N) >= 64;
 }
 

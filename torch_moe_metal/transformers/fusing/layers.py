@@ -276,8 +276,8 @@ def scaled(x: Tensor, factor: float, norm: nn.Module) -> Tensor:
 def weights_of(value: float, sizes: torch.Size, norm: nn.Module) -> Tensor:
     """This value [..., 1] in float32. For few tokens it is prepared, once for each norm, since a tape cannot make
     it."""
-    count = sizes.numel()
-    if torch.compiler.is_compiling() or count > FEW_TOKENS:
+    # In this order: numel() would make a size constant while compiling.
+    if torch.compiler.is_compiling() or (count := sizes.numel()) > FEW_TOKENS:
         return torch.full((*sizes, 1), value, device=norm.weight.device)
     found = prepared(norm, "weight", lambda weight: weight.new_full((FEW_TOKENS,), value, dtype=torch.float32))
     return found[:count].view(*sizes, 1)
