@@ -190,7 +190,8 @@ def test_crop(name, device, monkeypatch):
     the Metal kernels, which divide rows by the number of tokens."""
 
     def one_at_a_time(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.cat([torch.ops.moe_metal.linear(token, weight, bias=bias) for token in x.split(1, 1)], 1)
+        tokens = [token.clone() for token in x.split(1, 1)]  # in memory of the same alignment
+        return torch.cat([torch.ops.moe_metal.linear(token, weight, bias=bias) for token in tokens], 1)
 
     monkeypatch.setattr(F, "linear", one_at_a_time)
     if device == "mps":
