@@ -338,9 +338,15 @@ MUTANTS = {
     "pairs_as_halves": Mutant("params.interleaved ? 2 * i : i", "i", "values", *rope("plain-interleaved-A5-J2-D33-R9")),
     "rest_left_out": Mutant("i = 2 * R + lane", "i = D + lane", "values", *rope("joined-A5-J2-D33-R9")),
     "angles_of_the_first_token": Mutant("+ t * params.cos.row", "", "values", *rope("plain-A6-J1-D80-R40")),
-    "norm_of_all_heads": Mutant("if (!norms_all)", "if (false)", "values", *rope("normed-A6-J1-D80-R40")),
-    "norm_of_each_head": Mutant("if (!norms_all)", "if (true)", "values", *rope("normed_whole-A5-J2-D33-R9")),
-    "weights_of_the_first_head": Mutant("norms_all ? head * D : 0", "0", "values", *rope("normed_whole-A5-J2-D33-R9")),
+    "norm_of_all_heads": Mutant(
+        "if (params.norm == RopeNorm::each_head)", "if (false)", "values", *rope("normed-A6-J1-D80-R40")
+    ),
+    "norm_of_each_head": Mutant(
+        "if (params.norm == RopeNorm::each_head)", "if (true)", "values", *rope("normed_whole-A5-J2-D33-R9")
+    ),
+    "weights_of_the_first_head": Mutant(
+        "params.norm == RopeNorm::all_heads ? head * params.D : 0", "0", "values", *rope("normed_whole-A5-J2-D33-R9")
+    ),
     "heads_overrun": Mutant("item >= params.items", "false", "bounds", *rope("plain-A6-J1-D80-R40")),
 }
 

@@ -1,6 +1,8 @@
 // See launch.h. Objects created here are never released, on purpose, so that no destructors run at process exit.
 #include "mps/launch.h"
 
+#include <torch/library.h>
+
 #include <cstdlib>
 #include <map>
 #include <mutex>
