@@ -283,7 +283,7 @@ FAULTS = {
     "pairs": (r"{group\.x / params\.K, pair\.second / params\.K}", "{group.x / params.K, group.x / params.K}"),
     "combine": (r"sum += loaded\[n\] \* its_factor", "sum += loaded[0] * its_factor"),
     "attention": (r"attended\.total += scores\.at\[n\]", "attended.total += 2 * scores.at[n]"),
-    "rope": ("rope_head(heads, j, cosines, sines", "rope_head(heads, j, sines, cosines"),
+    "rope": ("rope_head(of_token, head, cosines, sines", "rope_head(of_token, head, sines, cosines"),
     "matrix units": (r"T(results\[i\] + added)", "T(2 * results[i] + added)"),
 }
 #: Faults, the family and format of a model with them, kernels that the warning names, and what PyTorch computes.
